@@ -1,0 +1,45 @@
+"""Research methods in stock Hugging Face workflows: one import, one line.
+
+``import hfplug`` loads no torch and only installs post-import hooks; see :mod:`hfplug.activation`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hfplug import activation as _activation
+from hfplug._version import __version__
+from hfplug.errors import (
+    ConfigError,
+    HfplugError,
+    LedgerError,
+    MissingPluginError,
+    PluginError,
+    UnsupportedError,
+)
+from hfplug.hookspecs import hookimpl
+from hfplug.ledger import Ledger
+from hfplug.method import Kind, Method, Paper
+from hfplug.plugins import catalogue, load
+
+__all__ = [
+    "ConfigError", "HfplugError", "Kind", "Ledger", "LedgerError", "Method", "MissingPluginError", "Paper", "PluginError",
+    "UnsupportedError", "__version__", "catalogue", "hookimpl", "load",
+]  # fmt: skip
+
+_NAMESPACES = ("callbacks", "kernels", "losses", "modeling_patches", "trainers", "tuners")
+
+
+def __getattr__(name: str) -> Any:
+    # `hfplug.tuners.config(...)` without importing the subpackage first.
+    if name in _NAMESPACES:
+        return importlib.import_module(f"hfplug.{name}")
+    raise AttributeError(f"module 'hfplug' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_NAMESPACES])
+
+
+_activation.install()

@@ -1,0 +1,69 @@
+"""Names become valid in Hugging Face when Hugging Face is imported, whichever side is imported first.
+
+``import hfplug`` only installs post-import hooks. When the module a seam concerns has been imported (or at once, if it
+already was), the seam registers every method of its kind, writing through a ledger of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+
+import wrapt
+
+from hfplug.errors import HfplugError, one_line
+from hfplug.ledger import Ledger
+from hfplug.plugins import strict
+
+logger = logging.getLogger(__name__)
+
+# Seams are per kind, not per method: this table grows only with a new way into the Hugging Face stack.
+SEAMS = (
+    ("peft", "hfplug.seams.tuner"),
+    ("transformers.trainer", "hfplug.metrics"),
+)
+_ledgers: dict[str, Ledger] = {}
+_installed = False
+
+
+def install() -> None:
+    """Install the post-import hooks, once."""
+    global _installed
+    if not _installed:
+        _installed = True
+        for trigger, seam in SEAMS:
+            wrapt.register_post_import_hook(_hook(seam), trigger)
+
+
+def _hook(seam: str):  # type: ignore[no-untyped-def]
+    def run(_module: ModuleType) -> None:
+        try:
+            activate(seam)
+        except HfplugError as error:
+            # The user imported transformers or peft, perhaps for something else: that import must succeed.
+            if strict():
+                raise
+            logger.error("hfplug: %s is inactive in this process: %s", seam, one_line(error))
+
+    return run
+
+
+def activate(seam: str) -> None:
+    """Run ``activate(ledger)`` of a seam module once per process; if it raises, nothing of it stays."""
+    if seam not in _ledgers:
+        ledger = Ledger(seam)
+        with ledger.transaction():
+            importlib.import_module(seam).activate(ledger)
+        _ledgers[seam] = ledger
+
+
+def deactivate() -> None:
+    """Take every name hfplug registered out of Hugging Face again, for tests and notebooks."""
+    for seam in list(_ledgers):
+        _ledgers.pop(seam).undo()
+
+
+def active() -> tuple[str, ...]:
+    """The seams active in this process."""
+    return tuple(_ledgers)

@@ -1,0 +1,84 @@
+"""What a saved file says about the plugin it needs, and the error for when that plugin is absent.
+
+The record is a plain dict under the key ``"hfplug"`` of ``config.json`` or ``adapter_config.json``, repeated in the model
+card, so that a reader without hfplug finds it too::
+
+    {"plugin": "ulora", "distribution": "hfplug", "version": "0.1.0", "format": 1}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from hfplug.errors import MissingPluginError, UnsupportedError
+from hfplug.plugins import Entry, catalogue
+
+KEY = "hfplug"
+FORMAT = 1
+
+
+def record(entry: Entry) -> dict[str, Any]:
+    """The record of a method, to be stored under ``"hfplug"``."""
+    return {
+        "plugin": entry.method.name,
+        "distribution": entry.source.distribution,
+        "version": entry.source.version,
+        "format": FORMAT,
+    }
+
+
+def install_line(stored: Mapping[str, Any]) -> str:
+    """The ``pip install`` line for what a record names."""
+    return f'pip install "{stored.get("distribution", "?")}>={stored.get("version", "?")}"'
+
+
+def check_record(stored: Mapping[str, Any], what: str) -> None:
+    """Make sure the plugin a stored record names is usable here.
+
+    Args:
+        stored: the record read from the artefact.
+        what: the artefact, for the message.
+
+    Raises:
+        MissingPluginError: the plugin is not installed, is disabled, or failed to load (the cause is given).
+        UnsupportedError: the record was written by a newer format than this hfplug reads.
+    """
+    if not isinstance(stored, Mapping) or not {"plugin", "distribution", "version"} <= set(stored):
+        raise MissingPluginError(f"{what} carries a damaged hfplug record: {stored!r}")
+    if int(stored.get("format", 1)) > FORMAT:
+        raise UnsupportedError(f"{what} uses record format {stored['format']}, this hfplug reads up to {FORMAT}; upgrade hfplug")
+    name, found = stored["plugin"], catalogue()
+    if name in found.entries:
+        return
+    broken = next((p.cause for p in found.problems if name in (p.method, p.source.plugin)), None)
+    state = f"it is installed but not usable: {broken}" if broken else "it is not installed here, or is disabled"
+    raise MissingPluginError(
+        f"{what} was written by the hfplug plugin {name!r} of {stored['distribution']} {stored['version']}; {state}. "
+        f"To load it: {install_line(stored)}"
+    )
+
+
+def is_local_path(name: str) -> bool:
+    """Whether a model name is a path of some machine rather than a hub id (``org/name`` or ``name``)."""
+    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute() or name.startswith((".", "~", "\\")):
+        return True
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None
+
+
+def card_section(stored: Mapping[str, Any], load_example: str, options: Mapping[str, Any], notes: Iterable[str] = ()) -> str:
+    """The Markdown section a model card gets: method, paper, versions, configuration, how to load."""
+    entry = catalogue().entries.get(stored["plugin"])
+    lines = ["## hfplug", "", f"Needs the plugin `{stored['plugin']}`: `{install_line(stored)}`", ""]
+    if entry is not None:
+        paper = entry.method.paper
+        lines += [
+            f"Method: {entry.method.summary}.",
+            f"Paper: [{paper.title}]({paper.url}), {paper.venue} (fidelity: {paper.fidelity}).",
+            "",
+        ]
+    lines += ["| option | value |", "| --- | --- |", *(f"| {k} | `{v}` |" for k, v in sorted(options.items())), ""]
+    lines += [*(f"{note}\n" for note in notes), "```python", load_example, "```", ""]
+    return "\n".join(lines)

@@ -1,0 +1,224 @@
+"""Which call of the model is running: its padding mask, positions and cache, for code deep inside that never sees them.
+
+A ``Linear`` deep in a model does not know which tokens are padding, where a packed document starts, which cache the call
+uses, or whether it runs for the first time or is being recomputed by gradient checkpointing. ``call_scope(model)`` knows:
+
+* hooks on the token stack (the decoder, or the encoder of an encoder-only model) bind the call's arguments to a
+  :class:`Call` for as long as the forward is on the stack;
+* each layer's ``_gradient_checkpointing_func`` is wrapped so that the recomputation in backward sees the *same* ``Call``
+  again, with ``recompute`` true, even when several forwards ran before one backward (DPO, GRPO).
+
+Limits: activation checkpointing that does not go through transformers' ``GradientCheckpointingLayer`` recomputes under the
+last call of the thread; with several forwards before one backward that is the wrong one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_ATTRIBUTE = "_hfplug_calls"
+
+
+class Call:
+    """One forward of the token stack.
+
+    Attributes:
+        attention_mask: ``(batch, tokens)`` bool, true for real tokens, of *this* chunk; ``None`` when all are real.
+        position_ids: ``(batch or 1, tokens)`` int, or ``None`` when the caller gave none.
+        cache: the cache object the call was given, or the one it returned once it has ended.
+        batch, length: shape of the chunk.
+        training: whether the stack was in training mode.
+        memo: scratch space of the methods, living as long as the call (and, under checkpointing, its recomputation).
+    """
+
+    __slots__ = ("attention_mask", "batch", "cache", "length", "memo", "position_ids", "training", "__weakref__")
+
+    def __init__(self, arguments: dict[str, Any], training: bool) -> None:
+        tokens = arguments.get("input_ids")
+        if tokens is None:
+            tokens = arguments.get("inputs_embeds")
+        self.batch, self.length = (tokens.shape[0], tokens.shape[1]) if tokens is not None and tokens.dim() > 1 else (0, 0)
+        cache = arguments.get("cache")
+        self.cache: Any = cache if cache is not None else arguments.get("past_key_values")
+        self.training = training
+        self.memo: dict[Any, Any] = {}
+        self.attention_mask = self._mask(arguments.get("attention_mask"))
+        self.position_ids = self._positions(arguments.get("position_ids"))
+
+    def _mask(self, mask: Any) -> torch.Tensor | None:
+        # A 4-D mask, or a dict of them, says which pairs attend, not which tokens are real: nothing to read off.
+        if not hasattr(mask, "dim") or mask.dim() != 2 or mask.shape[1] < self.length:
+            return None
+        chunk = mask[:, mask.shape[1] - self.length :].bool()
+        return None if bool(chunk.all()) else chunk
+
+    def _positions(self, positions: Any) -> torch.Tensor | None:
+        if not hasattr(positions, "dim") or positions.dim() not in (2, 3):
+            return None
+        if positions.dim() == 3:  # (4, batch, tokens): text positions first; (3, batch, tokens) has no text row
+            if positions.shape[0] != 4:
+                return None
+            positions = positions[0]
+        return positions if positions.shape[1] == self.length else None
+
+    @property
+    def restarts(self) -> torch.Tensor | None:
+        """``(batch or 1, tokens)`` bool, true where a packed document starts inside the chunk; ``None`` when none does."""
+        if "restarts" not in self.memo:
+            found = None
+            if self.position_ids is not None and self.length > 1:
+                drop = self.position_ids[:, 1:] <= self.position_ids[:, :-1]
+                if self.attention_mask is not None:  # positions of padding tokens mean nothing
+                    drop = drop & self.attention_mask[:, 1:] & self.attention_mask[:, :-1]
+                if bool(drop.any()):
+                    found = drop.new_zeros((drop.shape[0], self.length))
+                    found[:, 1:] = drop
+            self.memo["restarts"] = found
+        return self.memo["restarts"]  # type: ignore[no-any-return]
+
+
+class _Frame(threading.local):
+    """What runs in this thread: autograd recomputes in a thread of its own on a GPU, serving uses several."""
+
+    call: Call | None = None
+    recompute = False
+    depth = 0
+
+
+class CallScope:
+    """The calls of one model. Get it with :func:`call_scope`.
+
+    Attributes:
+        stack: the module whose forward is one call.
+    """
+
+    def __init__(self, stack: nn.Module) -> None:
+        self.stack = stack
+        self._frame = _Frame()
+        self._users: dict[str, Callable[[Call], None] | None] = {}
+        self._handles: list[Any] = []
+        self._signature: inspect.Signature | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_frame": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _frame=_Frame())
+
+    @property
+    def current(self) -> Call | None:
+        """The call running in this thread or being recomputed; after a training forward, that last call."""
+        return self._frame.call
+
+    @property
+    def recompute(self) -> bool:
+        """Whether the code runs in the recomputation of gradient checkpointing, so statistics must not be counted again."""
+        return self._frame.recompute or self._frame.depth == 0
+
+    def join(self, user: str, on_end: Callable[[Call], None] | None = None) -> None:
+        """Start following calls for ``user``; ``on_end(call)`` runs when the forward returned without an error."""
+        if not self._handles:
+            self._handles = [
+                self.stack.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+                self.stack.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            ]
+        self._users[user] = on_end
+
+    def leave(self, user: str) -> None:
+        """Stop following for ``user``; the last one to leave removes every trace from the model."""
+        self._users.pop(user, None)
+        if self._users:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for layer in self.stack.modules():
+            func = vars(layer).get("_gradient_checkpointing_func")
+            if isinstance(func, _CheckpointInCall):
+                layer._gradient_checkpointing_func = func.func  # type: ignore[assignment]
+        vars(self.stack).pop(_ATTRIBUTE, None)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = self._frame
+        frame.depth += 1
+        frame.recompute = False
+        if self._signature is None:
+            self._signature = inspect.signature(type(module).forward)
+        names = list(self._signature.parameters)[1:]
+        frame.call = Call({**dict(zip(names, args, strict=False)), **kwargs}, module.training)
+        if module.training:
+            self._follow_checkpoints()
+
+    def _follow_checkpoints(self) -> None:
+        for layer in self.stack.modules():
+            func = vars(layer).get("_gradient_checkpointing_func")
+            if func is not None and not isinstance(func, _CheckpointInCall):
+                layer._gradient_checkpointing_func = _CheckpointInCall(func, self)  # type: ignore[assignment]
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        frame = self._frame
+        frame.depth = max(0, frame.depth - 1)
+        call = frame.call
+        if call is None or output is None:  # the forward raised
+            frame.call = None
+            return
+        if call.cache is None:
+            call.cache = getattr(output, "cache", None)
+        for on_end in list(self._users.values()):
+            if on_end is not None:
+                on_end(call)
+        if not call.training:  # nothing will be recomputed, and a remembered call would pin its KV cache in memory
+            frame.call = None
+
+
+class _CheckpointInCall:
+    """A layer's checkpoint function that makes the recomputation run inside the call that recorded it."""
+
+    def __init__(self, func: Callable[..., Any], scope: CallScope) -> None:
+        self.func, self.scope = func, scope
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        return self.func(_RunInCall(run, self.scope, self.scope.current), *args)
+
+
+class _RunInCall:
+    def __init__(self, run: Callable[..., Any], scope: CallScope, call: Call | None) -> None:
+        self.run, self.scope, self.call = run, scope, call
+        self.seen = False
+
+    def __call__(self, *args: Any) -> Any:
+        frame = self.scope._frame
+        former = frame.call, frame.recompute
+        frame.call, frame.recompute, self.seen = self.call, self.seen, True
+        try:
+            return self.run(*args)
+        finally:
+            frame.call, frame.recompute = former
+
+
+def token_stack(model: nn.Module) -> nn.Module:
+    """The module whose forward takes the tokens, mask, positions and cache: the decoder, or the base model.
+
+    A plain ``nn.Module`` is its own stack.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "get_decoder"):
+        return model
+    base = getattr(model, "base_model", model)
+    found = model.get_decoder() if not getattr(model.config, "is_encoder_decoder", False) else None
+    return found if found is not None else base  # type: ignore[no-any-return]
+
+
+def call_scope(model: nn.Module) -> CallScope:
+    """The one :class:`CallScope` of a model, created at first use and kept on its token stack."""
+    stack = token_stack(model)
+    scope = vars(stack).get(_ATTRIBUTE)
+    if scope is None:
+        scope = vars(stack)[_ATTRIBUTE] = CallScope(stack)
+    return scope

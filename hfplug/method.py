@@ -1,0 +1,114 @@
+"""What a plugin declares: pure data, importable without torch."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from hfplug.errors import ConfigError, nearest
+
+
+class Kind(enum.StrEnum):
+    """How a method enters the Hugging Face stack; each kind has one seam and one top-level folder."""
+
+    TUNER = "tuner"
+    ATTENTION = "attention"
+    CACHE = "cache"
+    QUANTIZER = "quantizer"
+    PATCH = "patch"
+    LOSS = "loss"
+    TRAINER = "trainer"
+    CALLBACK = "callback"
+
+
+FIDELITIES = ("paper", "authors' code", "our reading")
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper:
+    """Where a method comes from, and how far the implementation may claim to follow it.
+
+    ``fidelity`` is ``"paper"`` (equations taken from the paper), ``"authors' code"`` (checked against it)
+    or ``"our reading"`` (details the public text leaves open were decided here).
+    """
+
+    title: str
+    venue: str
+    url: str
+    fidelity: str
+
+    def __post_init__(self) -> None:
+        if self.fidelity not in FIDELITIES:
+            raise ConfigError(
+                f"Paper.fidelity={self.fidelity!r} is not one of {list(FIDELITIES)}{nearest(self.fidelity, FIDELITIES)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method of one plugin.
+
+    Args:
+        name: snake_case, unique over all installed plugins and kinds. For a tuner it is also the PEFT type
+            (upper case) and, with a trailing underscore, the parameter prefix.
+        kind: which seam carries it.
+        target: ``"module:attribute"`` of the class that does the work; imported only when used.
+        config: ``"module:attribute"`` of the dataclass that is its whole public surface.
+        summary: one sentence.
+        paper: provenance.
+        requires: PEP 508 requirements checked before the method is activated, e.g. ``"peft>=0.21"``.
+        capabilities: feature -> ``True`` | ``False`` | a short condition; shown by ``hfplug info``.
+        limits: sentences a user must know before relying on it.
+        example: the one-line use, shown by ``hfplug info``.
+        exports: further ``"module:attribute"`` names to offer as ``hfplug.<kind>s.<attribute>``.
+    """
+
+    name: str
+    kind: Kind
+    target: str
+    config: str
+    summary: str
+    paper: Paper
+    requires: tuple[str, ...] = ()
+    capabilities: Mapping[str, bool | str] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
+    example: str = ""
+    exports: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ConfigError(f"Method.name={self.name!r} must be snake_case: lower-case letters, digits, single '_'")
+        if not isinstance(self.kind, Kind):
+            raise ConfigError(
+                f"Method.kind={self.kind!r} of {self.name!r} is not one of {[f'Kind.{k.name}' for k in Kind]}"
+                f"{nearest(self.kind, list(Kind))}"
+            )
+        for attribute in ("target", "config", *range(len(self.exports))):
+            dotted = self.exports[attribute] if isinstance(attribute, int) else getattr(self, attribute)
+            if not isinstance(dotted, str) or not _DOTTED.fullmatch(dotted):
+                where = f"exports[{attribute}]" if isinstance(attribute, int) else attribute
+                raise ConfigError(f"Method.{where}={dotted!r} of {self.name!r} must look like 'package.module:Name'")
+        if not isinstance(self.paper, Paper):
+            raise ConfigError(f"Method.paper={self.paper!r} of {self.name!r} must be a Paper")
+        object.__setattr__(self, "capabilities", MappingProxyType(dict(self.capabilities)))
+
+    @property
+    def public_names(self) -> dict[str, str]:
+        """Attribute name -> ``"module:attribute"`` offered by the namespace package of the kind."""
+        return {dotted.partition(":")[2]: dotted for dotted in (self.target, self.config, *self.exports)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["kind"] = self.kind.value
+        out["paper"] = {f.name: getattr(self.paper, f.name) for f in fields(self.paper)}
+        out["capabilities"] = dict(self.capabilities)
+        for key in ("requires", "limits", "exports"):
+            out[key] = list(out[key])
+        return out

@@ -1,0 +1,31 @@
+"""``from hfplug.tuners import ULoraConfig`` for every installed plugin, without a hand-kept export list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hfplug.errors import nearest
+from hfplug.method import Kind
+from hfplug.plugins import catalogue, load_dotted
+
+
+def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``(__getattr__, __dir__)`` for the package ``module`` of one kind, fed by the catalogue."""
+
+    def names() -> dict[str, str]:
+        return {name: dotted for e in catalogue().of_kind(kind) for name, dotted in e.method.public_names.items()}
+
+    def __getattr__(name: str) -> Any:
+        # Import machinery probes dunders and submodules before the catalogue can be read.
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = names()
+        if name not in found:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
+        return load_dotted(found[name])
+
+    def __dir__() -> list[str]:
+        return sorted(names())
+
+    return __getattr__, __dir__

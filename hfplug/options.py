@@ -1,0 +1,125 @@
+"""Strict construction of configuration dataclasses from user input: unknown keys and wrong types are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from hfplug.errors import ConfigError, nearest
+
+
+def build(cls: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
+    """Return ``cls(**values)`` after checking every key and the type of every value.
+
+    Args:
+        cls: a dataclass.
+        values: option -> value, as from YAML or keyword arguments.
+        where: what is being configured, for the message, e.g. ``"plugins.tuner"``.
+
+    Raises:
+        ConfigError: an unknown key (naming the nearest), a missing required one, a value of the wrong type, or a value
+            the dataclass itself refuses.
+    """
+    place = f"{where}: " if where else ""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{place}expected a mapping of options, got {type(values).__name__} {values!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"{place}{cls.__name__} has no option {key!r}{nearest(key, fields)}; options: {sorted(fields)}")
+    required = dataclasses.MISSING
+    for name, f in fields.items():
+        if name not in values and f.default is required and f.default_factory is required:
+            raise ConfigError(f"{place}{cls.__name__} needs a value for {name!r}")
+    hints = _hints(cls)
+    checked = {key: coerce(value, hints.get(key, Any), f"{place}{key}") for key, value in values.items()}
+    try:
+        return cls(**checked)
+    except ConfigError as error:
+        raise ConfigError(f"{place}{error}") if where and not str(error).startswith(place) else error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{place}{error}") from error
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def coerce(value: Any, hint: Any, where: str) -> Any:
+    """Return ``value`` if it fits ``hint``; an int is taken where a float is asked, and YAML's ``1e-4`` string too.
+
+    Raises:
+        ConfigError: it does not fit; names the place, the value and what is allowed.
+    """
+    if _fits(value, hint):
+        return value
+    if isinstance(value, str) and (hint is float or float in typing.get_args(hint)):
+        try:  # YAML 1.1 reads 1e-4 (no dot) as a string
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, list) and typing.get_origin(hint) is tuple:
+        return tuple(value)
+    raise ConfigError(f"{where}={value!r} ({type(value).__name__}) is not {describe(hint)}{_nearest_choice(value, hint)}")
+
+
+def _nearest_choice(value: Any, hint: Any) -> str:
+    choices = [c for a in (hint, *typing.get_args(hint)) if typing.get_origin(a) is typing.Literal for c in typing.get_args(a)]
+    return nearest(value, [str(c) for c in choices])
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, (str, typing.TypeVar)):
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, a) for a in args)
+    if origin is typing.Literal:
+        return any(value == a and type(value) is type(a) for a in args)
+    if origin in (list, set, frozenset, tuple):
+        inner = args[0] if args else Any
+        return isinstance(value, origin) and all(_fits(v, inner) for v in value)
+    if origin is not None:
+        return isinstance(value, origin) if isinstance(origin, type) else True
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def describe(hint: Any) -> str:
+    """A type hint in words a user reads."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(a) for a in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(a) for a in args)
+    if hint is type(None):
+        return "null"
+    if origin is None and isinstance(hint, type):
+        return hint.__name__
+    return str(hint).replace("typing.", "")
+
+
+def table(cls: type[Any]) -> list[dict[str, str]]:
+    """One row per option of a dataclass: ``name``, ``type``, ``default``, ``help`` (the field's ``metadata["help"]``)."""
+    hints, rows = _hints(cls), []
+    for f in dataclasses.fields(cls):
+        if not f.init:
+            continue
+        if f.default is not dataclasses.MISSING:
+            default = repr(f.default)
+        elif f.default_factory is not dataclasses.MISSING:
+            default = repr(f.default_factory())
+        else:
+            default = "required"
+        rows.append(
+            {"name": f.name, "type": describe(hints[f.name]), "default": default, "help": str(f.metadata.get("help", ""))}
+        )
+    return rows
