@@ -1,0 +1,32 @@
+"""Settings every test runs under: offline, one thread, no warnings about forked tokenizers.
+
+The environment is set when this file is imported, hence before any test module imports torch, and it is
+inherited by the processes that tests start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",  # sums are then added in one order: bounds of 0 ulp can hold
+    MKL_NUM_THREADS="1",
+)
+# A user's own choice of plugins must not decide which tests pass.
+for _name in ("HFPLUG_PLUGINS", "HFPLUG_DISABLE", "HFPLUG_STRICT"):
+    os.environ.pop(_name, None)
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    """One torch thread also where a pytest plugin imported torch first; imports no torch itself."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(1)
+
