@@ -33,12 +33,13 @@ class Call:
         attention_mask: ``(batch, tokens)`` bool, true for real tokens, of *this* chunk; ``None`` when all are real.
         position_ids: ``(batch or 1, tokens)`` int, or ``None`` when the caller gave none.
         cache: the cache object the call was given, or the one it returned once it has ended.
+        past: number of tokens the cache held when the call began.
         batch, length: shape of the chunk.
         training: whether the stack was in training mode.
         memo: scratch space of the methods, living as long as the call (and, under checkpointing, its recomputation).
     """
 
-    __slots__ = ("attention_mask", "batch", "cache", "length", "memo", "position_ids", "training", "__weakref__")
+    __slots__ = ("attention_mask", "batch", "cache", "length", "memo", "past", "position_ids", "training", "__weakref__")
 
     def __init__(self, arguments: dict[str, Any], training: bool) -> None:
         tokens = arguments.get("input_ids")
@@ -47,6 +48,7 @@ class Call:
         self.batch, self.length = (tokens.shape[0], tokens.shape[1]) if tokens is not None and tokens.dim() > 1 else (0, 0)
         cache = arguments.get("cache")
         self.cache: Any = cache if cache is not None else arguments.get("past_key_values")
+        self.past = int(self.cache.get_seq_length()) if hasattr(self.cache, "get_seq_length") else 0
         self.training = training
         self.memo: dict[Any, Any] = {}
         self.attention_mask = self._mask(arguments.get("attention_mask"))

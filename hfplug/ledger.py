@@ -218,7 +218,13 @@ class Ledger:
                     return
             raise LedgerError(f"{self.owner}: {_label(value)} is no longer in the list it was appended to")
 
-        self._run(_Call(lambda: sequence.append(value), remove))
+        self.run(lambda: sequence.append(value), remove)
+
+    def run(self, do: Callable[[], Any], undo: Callable[[Any], None]) -> Any:
+        """Make a change that is not one slot: call ``do()``, return its result, and call ``undo(result)`` on undo."""
+        entry = _Call(do, undo)
+        self._run(entry)
+        return entry.result
 
     def swap_module(self, root: nn.Module, path: str, new: nn.Module) -> nn.Module:
         """Replace the submodule at dotted ``path``, keeping its place in the order; return the former one.
@@ -258,9 +264,7 @@ class Ledger:
             if flag is not ABSENT and not module._backward_hooks:
                 module._is_full_backward_hook = flag
 
-        entry = _Call(lambda: register(fn, **kwargs), remove)
-        self._run(entry)
-        return entry.result
+        return self.run(lambda: register(fn, **kwargs), remove)
 
     # -- undo -------------------------------------------------------------------------------------------------------
 

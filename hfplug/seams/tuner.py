@@ -1,0 +1,334 @@
+"""Tuners: PEFT types of our own, without editing PEFT or its closed enum.
+
+A tuner method ships a config (:class:`PluginConfig`) and a tuner (:class:`PluginTuner`). When PEFT is imported, each is
+entered into the four mappings of ``peft.mapping`` under a :class:`PluginPeftType`, a string that offers the enum's
+``value`` and ``name``. From there ``get_peft_model``, ``save_pretrained``, ``PeftModel.from_pretrained``,
+``model.load_adapter``, ``AutoModelForCausalLM.from_pretrained(adapter_dir)``, TRL's ``peft_config=`` and pickle work as for
+a built-in type. Never subclass ``LoraConfig``: such an adapter reloads as plain LoRA where the plugin is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import peft
+import peft.mapping
+import torch
+from peft.config import PeftConfig, PeftConfigMixin
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch import nn
+
+from hfplug import artefacts
+from hfplug.errors import ConfigError, HfplugError, nearest, one_line
+from hfplug.ledger import Ledger
+from hfplug.method import Kind
+from hfplug.options import build
+from hfplug.plugins import Entry, catalogue, load
+
+_MAPPINGS = (
+    "PEFT_TYPE_TO_CONFIG_MAPPING",
+    "PEFT_TYPE_TO_TUNER_MAPPING",
+    "PEFT_TYPE_TO_PREFIX_MAPPING",
+)
+
+
+class PluginPeftType(str):
+    """A PEFT type outside the closed ``peft.PeftType`` enum, with the parts of an enum member that PEFT and transformers use."""
+
+    @property
+    def value(self) -> str:
+        return str.__str__(self)
+
+    name = value
+
+    def __repr__(self) -> str:
+        return f"<PluginPeftType {self.value!r}>"
+
+
+@dataclass
+class PluginConfig(PeftConfig):  # type: ignore[misc]
+    """Base of every tuner configuration of a plugin.
+
+    Subclass it as a dataclass, set ``method``, and add the tuner's own options with ``metadata={"help": ...}``.
+    """
+
+    method: ClassVar[str]
+
+    target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={"help": "module names (suffixes), a regex, or 'all-linear'; None: PEFT's default for the architecture"},
+    )
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "module names or a regex to leave alone"})
+    layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "layer indices; None: all"})
+    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "name of the layer list, if unusual"})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "modules trained and saved whole"})
+    hfplug: dict[str, Any] | None = field(
+        default=None, metadata={"help": "which plugin, distribution and version wrote this; filled in, do not set"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PluginPeftType(self.method.upper())
+        stored, entry = self.hfplug, catalogue().get(self.method, Kind.TUNER)
+        if stored is not None:
+            artefacts.check_record(stored, f"the {self.method} configuration")
+            if stored["distribution"] != entry.source.distribution:
+                raise ConfigError(
+                    f"this {self.method!r} adapter was written by {stored['distribution']} {stored['version']}, but here "
+                    f"{self.method!r} is provided by {entry.source}; install the former and disable the latter"
+                )
+        self.hfplug = artefacts.record(entry)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                setattr(self, name, set(value))
+
+
+class PluginTuner(BaseTuner):  # type: ignore[misc]
+    """Base of every tuner of a plugin: one layer class for linear modules, checks with clear errors, strict loading.
+
+    Subclasses set ``method`` (also the parameter prefix, with an underscore) and ``tuner_layer_cls``, whose constructor is
+    ``(base_layer, adapter_name, config, key)`` and which has ``update_layer(adapter_name, config)``.
+    """
+
+    method: ClassVar[str]
+    target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "method" in vars(cls):
+            cls.prefix = f"{cls.method}_"
+
+    def check_target(self, config: Any, key: str, target: nn.Module) -> None:
+        """Refuse a target module by raising; called before anything is changed."""
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As PEFT's, but every check runs first: a refused adapter leaves the model and its other adapters as they were."""
+        config = self.peft_config[adapter_name]
+        former = set(model.peft_config) if isinstance(getattr(model, "peft_config", None), dict) else set()
+        try:
+            if config.target_modules not in (None, "all-linear"):
+                self._check_targets(model, config)
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        except Exception:
+            if adapter_name not in former:
+                self.peft_config.pop(adapter_name, None)
+            raise
+
+    def _check_targets(self, model: nn.Module, config: Any) -> None:
+        from peft.tuners.tuners_utils import NoMatchingPeftModuleError
+
+        names = [name for name, _ in model.named_modules() if name and f".{self.prefix}" not in f".{name}"]
+        matched = [name for name in names if self._check_target_module_exists(config, name)]
+        if not matched and not getattr(config, "target_parameters", None):
+            wanted = [config.target_modules] if isinstance(config.target_modules, str) else sorted(config.target_modules)
+            suffixes = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
+            raise NoMatchingPeftModuleError(
+                f"{self.method}: target_modules={wanted} match no module of {type(model).__name__}"
+                f"{nearest(wanted[0], suffixes)}; module names: {suffixes}"
+            )
+        for name in matched:
+            self.check_target(config, name, model.get_submodule(name))
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(target, self.tuner_layer_cls):
+            target.update_layer(adapter_name, peft_config)
+            return
+        self.check_target(peft_config, current_key, target)
+        layer = self.tuner_layer_cls(target, adapter_name, peft_config, current_key)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        own = re.compile(rf"(^|\.){re.escape(cls.prefix)}")
+        known = {k for k in model.state_dict() if own.search(k)}
+        if unknown := sorted(k for k in remapped if own.search(k) and k not in known):
+            raise ConfigError(
+                f"the checkpoint has {len(unknown)} tensors that this {cls.method} adapter does not, first {unknown[0]!r}"
+                f"{nearest(unknown[0], known)}; was it saved with another configuration or version?"
+            )
+        needed = {k for k in known if re.search(rf"\.{re.escape(adapter_name)}(\.[^.]+)?$", k)}
+        if missing := sorted(needed - set(remapped)):
+            raise ConfigError(f"the checkpoint lacks {len(missing)} tensors of this {cls.method} adapter, first {missing[0]!r}")
+        return remapped  # type: ignore[no-any-return]
+
+
+# -- optimizer -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """Parameters of a tuner that want their own learning rate or weight decay.
+
+    Attributes:
+        parameters: the parameters.
+        lr_multiplier: their learning rate divided by the run's.
+        weight_decay: replaces the run's when not ``None``.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    lr_multiplier: float = 1.0
+    weight_decay: float | None = None
+
+
+def optimizer_groups(model: nn.Module) -> list[OptimizerGroup]:
+    """The groups the tuner layers of a model ask for (``layer.optimizer_groups()``), equal settings joined."""
+    joined: dict[tuple[float, float | None], list[nn.Parameter]] = {}
+    for module in model.modules():
+        for group in getattr(module, "optimizer_groups", tuple)():
+            trainable = [p for p in group.parameters if p.requires_grad]
+            joined.setdefault((group.lr_multiplier, group.weight_decay), []).extend(trainable)
+    return [OptimizerGroup(tuple(p), lr, decay) for (lr, decay), p in joined.items() if p]
+
+
+def apply_optimizer_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Move the parameters :func:`optimizer_groups` names into groups of their own, in place. Call it before the first step.
+
+    Raises:
+        ConfigError: the optimizer has taken a step already, or does not hold the parameters.
+    """
+    if optimizer.state:
+        raise ConfigError("apply_optimizer_groups: the optimizer has state already; regroup it before the first step")
+    for wanted in optimizer_groups(model):
+        ids = {id(p) for p in wanted.parameters}
+        taken: dict[int, list[nn.Parameter]] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            taken[index] = [p for p in group["params"] if id(p) in ids]
+            group["params"] = [p for p in group["params"] if id(p) not in ids]
+        if sum(map(len, taken.values())) != len(ids):
+            raise ConfigError("apply_optimizer_groups: the optimizer does not hold all trainable parameters of the adapter")
+        for index, params in taken.items():
+            if params:
+                base = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
+                decay = {} if wanted.weight_decay is None else {"weight_decay": wanted.weight_decay}
+                optimizer.add_param_group({**base, **decay, "lr": base["lr"] * wanted.lr_multiplier, "params": params})
+    optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+    return optimizer
+
+
+def use_optimizer_groups(trainer: Any) -> Ledger:
+    """Make a stock ``Trainer`` build its optimizer with the tuner's groups. One line, before ``train()``; undo with ``.undo()``."""
+    if trainer.optimizer is not None:
+        apply_optimizer_groups(trainer.optimizer, trainer.model)
+        return Ledger("optimizer_groups")
+    stock, ledger = trainer.create_optimizer, Ledger("optimizer_groups")
+
+    @functools.wraps(stock)
+    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+        optimizer = stock(*args, **kwargs)
+        apply_optimizer_groups(optimizer, trainer.model)
+        return optimizer
+
+    ledger.set_attr(trainer, "create_optimizer", create_optimizer)
+    return ledger
+
+
+_step_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch_optimizer_steps(watcher: Any) -> None:
+    """Call ``watcher.after_optimizer_step(ids)`` after every step of every torch optimizer, for as long as it lives.
+
+    ``ids`` are the ``id`` of the parameters that optimizer holds. A step skipped by a gradient scaler is no step. Works in
+    the ``Trainer``, under accelerate and in a hand-written loop alike, and on all ranks at the same time.
+    """
+    _step_watchers.add(watcher)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _step_watchers:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for watcher in list(_step_watchers):
+            watcher.after_optimizer_step(ids)
+
+
+# -- entering PEFT -----------------------------------------------------------------------------------------------------
+
+
+def activate(ledger: Ledger) -> None:
+    """Register every tuner of the catalogue with PEFT; one that cannot be is reported and left out, the others go on."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    for entry in list(catalogue().of_kind(Kind.TUNER)):
+        try:
+            with ledger.transaction():
+                _register(ledger, entry)
+        except Exception as error:
+            catalogue().drop(entry, one_line(error), error)
+    ledger.run(lambda: register_optimizer_step_post_hook(_after_step), lambda handle: handle.remove())
+    # PEFT and transformers both read adapter_config.json here, before they look the type up and raise a bare KeyError.
+    stock = vars(PeftConfigMixin)["from_json_file"].__func__
+
+    @functools.wraps(stock)
+    def from_json_file(cls: Any, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
+        loaded = stock(cls, path_json_file, **kwargs)
+        _check_loaded(loaded)
+        return loaded  # type: ignore[no-any-return]
+
+    ledger.set_attr(PeftConfigMixin, "from_json_file", classmethod(from_json_file))
+
+
+def _register(ledger: Ledger, entry: Entry) -> None:
+    if cause := entry.unmet():
+        raise HfplugError(cause)
+    config, tuner, name = entry.load_config(), entry.load_target(), entry.method.name
+    for cls, base in ((config, PluginConfig), (tuner, PluginTuner)):
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise HfplugError(f"{cls!r} must be a subclass of hfplug.seams.tuner.{base.__name__}")
+        if getattr(cls, "method", None) != name:
+            raise HfplugError(f"{cls.__name__}.method={getattr(cls, 'method', None)!r} must be {name!r}")
+    key = PluginPeftType(name.upper())
+    for mapping, value in zip(_MAPPINGS, (config, tuner, tuner.prefix), strict=True):
+        ledger.register(getattr(peft.mapping, mapping), key, value, what="PEFT type")
+
+
+def _check_loaded(loaded: Mapping[str, Any]) -> None:
+    stored = loaded.get(artefacts.KEY)
+    if stored is None:
+        return
+    artefacts.check_record(stored, f"the adapter (peft_type {loaded.get('peft_type')!r})")
+    known = {f.name for f in fields(catalogue().get(stored["plugin"], Kind.TUNER).load_config())}
+    if unknown := sorted(set(loaded) - known):
+        raise ConfigError(
+            f"adapter_config.json has the option {unknown[0]!r}{nearest(unknown[0], known)} that {stored['plugin']!r} of this "
+            f"installation does not know; it was written by {stored['distribution']} {stored['version']}: upgrade it"
+        )
+
+
+def config(type: str, **options: Any) -> Any:
+    """Build a tuner configuration by name: ``hfplug.tuners.config(type="ulora", r=8)``.
+
+    Raises:
+        ConfigError: no such tuner, unknown option, or wrong value; the message names the nearest valid one.
+    """
+    load(type, Kind.TUNER)
+    return build(catalogue().get(type, Kind.TUNER).load_config(), options, where=f"tuner {type!r}")
+
+
+def tuner_layers(model: nn.Module, method: str) -> Iterable[tuple[str, BaseTunerLayer]]:
+    """``(name, layer)`` of every layer that a tuner method put into a model, whichever way it was injected."""
+    cls = load(method, Kind.TUNER).tuner_layer_cls
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, cls))
+
+
+OptimizerStepWatcher = Callable[[set[int]], None]
