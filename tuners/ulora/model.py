@@ -1,0 +1,65 @@
+"""The U-LoRA tuner: which modules it takes, and the state its layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hfplug.calls import call_scope, token_stack
+from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.seams.tuner import PluginTuner
+from hfplug.tuners.ulora.layer import ULoraLayer
+from hfplug.tuners.ulora.state import ModelState
+
+_ATTRIBUTE = "_hfplug_ulora"
+
+
+class ULoraModel(PluginTuner):
+    """Adapts the linear modules of a model with U-LoRA; made by ``get_peft_model(model, ULoraConfig(...))``."""
+
+    method = "ulora"
+    tuner_layer_cls = ULoraLayer
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        causal = peft_config.task_type == "CAUSAL_LM" or type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        if peft_config.context == "bidirectional" and causal and not peft_config.force_bidirectional:
+            raise ConfigError(
+                "context='bidirectional' on a causal language model leaks future tokens in training and differs in generation; "
+                "use context='causal', or force_bidirectional=True for a comparison"
+            )
+        if model_config.get("is_encoder_decoder"):
+            raise UnsupportedError("ulora: encoder-decoder models have two token streams with two masks; not supported")
+        return super()._prepare_adapter_config(peft_config, model_config)
+
+    def check_target(self, config: Any, key: str, target: nn.Module) -> None:
+        stack = token_stack(self.model)
+        inside = stack is self.model or any(key.startswith(f"{name}.") for name, m in self.model.named_modules() if m is stack and name)
+        if not inside:
+            raise ConfigError(
+                f"ulora: target module {key!r} lies outside the token stack ({type(stack).__name__}), where the context of a token "
+                "is not defined; remove it from target_modules (exclude_modules helps)"
+            )
+
+    def _create_and_replace(
+        self, peft_config: Any, adapter_name: str, target: nn.Module, target_name: str, parent: nn.Module, current_key: str, **kwargs: Any
+    ) -> None:
+        super()._create_and_replace(peft_config, adapter_name, target, target_name, parent, current_key, **kwargs)
+        layer = getattr(parent, target_name)
+        if layer.ulora_state is None:
+            layer.ulora_state = self._state()
+            layer.ulora_state.layers.append(layer)
+
+    def _state(self) -> ModelState:
+        stack = token_stack(self.model)
+        if _ATTRIBUTE not in vars(stack):
+            vars(stack)[_ATTRIBUTE] = ModelState(call_scope(self.model))
+        return vars(stack)[_ATTRIBUTE]  # type: ignore[no-any-return]
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
+        stack = token_stack(self.model)
+        model = super()._unload_and_optionally_merge(*args, **kwargs)
+        state = vars(stack).pop(_ATTRIBUTE, None)
+        if state is not None:
+            state.close()
+        return model  # type: ignore[no-any-return]
