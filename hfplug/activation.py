@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from types import ModuleType
 
 import wrapt
 
-from hfplug.errors import HfplugError, one_line
+from hfplug.errors import one_line
 from hfplug.ledger import Ledger
 from hfplug.plugins import strict
 
@@ -34,13 +35,17 @@ def install() -> None:
         _installed = True
         for trigger, seam in SEAMS:
             wrapt.register_post_import_hook(_hook(seam), trigger)
+            wrapt.register_post_import_hook(_hook(seam), seam)
 
 
 def _hook(seam: str):  # type: ignore[no-untyped-def]
     def run(_module: ModuleType) -> None:
+        loaded = sys.modules.get(seam)
+        if loaded is not None and getattr(loaded.__spec__, "_initializing", False):
+            return  # the seam itself imported the trigger; the hook on the seam runs when it is complete
         try:
             activate(seam)
-        except HfplugError as error:
+        except Exception as error:
             # The user imported transformers or peft, perhaps for something else: that import must succeed.
             if strict():
                 raise

@@ -63,7 +63,9 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
             pass
     if isinstance(value, list) and typing.get_origin(hint) is tuple:
         return tuple(value)
-    raise ConfigError(f"{where}={value!r} ({type(value).__name__}) is not {describe(hint)}{_nearest_choice(value, hint)}")
+    quotes = "; YAML reads an unquoted yes or no as a boolean: put it in quotes" if isinstance(value, bool) else ""
+    choice = _nearest_choice(value, hint)
+    raise ConfigError(f"{where}={value!r} ({type(value).__name__}) is not {describe(hint)}{choice}{quotes}")
 
 
 def _nearest_choice(value: Any, hint: Any) -> str:
@@ -110,8 +112,9 @@ def describe(hint: Any) -> str:
 def table(cls: type[Any]) -> list[dict[str, str]]:
     """One row per option of a dataclass: ``name``, ``type``, ``default``, ``help`` (the field's ``metadata["help"]``)."""
     hints, rows = _hints(cls), []
+    hidden = getattr(cls, "hidden_options", ())  # bookkeeping of the base class, not the method's own surface
     for f in dataclasses.fields(cls):
-        if not f.init:
+        if not f.init or f.name in hidden:
             continue
         if f.default is not dataclasses.MISSING:
             default = repr(f.default)

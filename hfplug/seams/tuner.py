@@ -39,7 +39,9 @@ _MAPPINGS = (
 
 
 class PluginPeftType(str):
-    """A PEFT type outside the closed ``peft.PeftType`` enum, with the parts of an enum member that PEFT and transformers use."""
+    """A PEFT type outside the closed ``peft.PeftType`` enum, with what PEFT and transformers use of an enum member."""
+
+    __slots__ = ()
 
     @property
     def value(self) -> str:
@@ -52,13 +54,14 @@ class PluginPeftType(str):
 
 
 @dataclass
-class PluginConfig(PeftConfig):  # type: ignore[misc]
+class PluginConfig(PeftConfig):
     """Base of every tuner configuration of a plugin.
 
     Subclass it as a dataclass, set ``method``, and add the tuner's own options with ``metadata={"help": ...}``.
     """
 
     method: ClassVar[str]
+    hidden_options: ClassVar[tuple[str, ...]] = (*(f.name for f in fields(PeftConfig)), "hfplug")
 
     target_modules: list[str] | str | None = field(
         default=None,
@@ -90,7 +93,7 @@ class PluginConfig(PeftConfig):  # type: ignore[misc]
                 setattr(self, name, set(value))
 
 
-class PluginTuner(BaseTuner):  # type: ignore[misc]
+class PluginTuner(BaseTuner):
     """Base of every tuner of a plugin: one layer class for linear modules, checks with clear errors, strict loading.
 
     Subclasses set ``method`` (also the parameter prefix, with an underscore) and ``tuner_layer_cls``, whose constructor is
@@ -111,7 +114,8 @@ class PluginTuner(BaseTuner):  # type: ignore[misc]
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """As PEFT's, but every check runs first: a refused adapter leaves the model and its other adapters as they were."""
         config = self.peft_config[adapter_name]
-        former = set(model.peft_config) if isinstance(getattr(model, "peft_config", None), dict) else set()
+        stored: Any = getattr(model, "peft_config", None)
+        former = set(stored) if isinstance(stored, dict) else set()
         try:
             if config.target_modules not in (None, "all-linear"):
                 self._check_targets(model, config)
@@ -127,7 +131,8 @@ class PluginTuner(BaseTuner):  # type: ignore[misc]
         names = [name for name, _ in model.named_modules() if name and f".{self.prefix}" not in f".{name}"]
         matched = [name for name in names if self._check_target_module_exists(config, name)]
         if not matched and not getattr(config, "target_parameters", None):
-            wanted = [config.target_modules] if isinstance(config.target_modules, str) else sorted(config.target_modules)
+            targets = config.target_modules
+            wanted = [targets] if isinstance(targets, str) else sorted(targets)
             suffixes = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
             raise NoMatchingPeftModuleError(
                 f"{self.method}: target_modules={wanted} match no module of {type(model).__name__}"
@@ -170,7 +175,7 @@ class PluginTuner(BaseTuner):  # type: ignore[misc]
         needed = {k for k in known if re.search(rf"\.{re.escape(adapter_name)}(\.[^.]+)?$", k)}
         if missing := sorted(needed - set(remapped)):
             raise ConfigError(f"the checkpoint lacks {len(missing)} tensors of this {cls.method} adapter, first {missing[0]!r}")
-        return remapped  # type: ignore[no-any-return]
+        return remapped
 
 
 # -- optimizer -------------------------------------------------------------------------------------------------------
@@ -191,11 +196,12 @@ class OptimizerGroup:
     weight_decay: float | None = None
 
 
-def optimizer_groups(model: nn.Module) -> list[OptimizerGroup]:
+def optimizer_groups(model: Any) -> list[OptimizerGroup]:
     """The groups the tuner layers of a model ask for (``layer.optimizer_groups()``), equal settings joined."""
     joined: dict[tuple[float, float | None], list[nn.Parameter]] = {}
     for module in model.modules():
-        for group in getattr(module, "optimizer_groups", tuple)():
+        own: Any = getattr(module, "optimizer_groups", tuple)
+        for group in own():
             trainable = [p for p in group.parameters if p.requires_grad]
             joined.setdefault((group.lr_multiplier, group.weight_decay), []).extend(trainable)
     return [OptimizerGroup(tuple(p), lr, decay) for (lr, decay), p in joined.items() if p]
@@ -227,7 +233,7 @@ def apply_optimizer_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -
 
 
 def use_optimizer_groups(trainer: Any) -> Ledger:
-    """Make a stock ``Trainer`` build its optimizer with the tuner's groups. One line, before ``train()``; undo with ``.undo()``."""
+    """Make a stock ``Trainer`` build its optimizer with the tuner's groups: one line, before ``train()``."""
     if trainer.optimizer is not None:
         apply_optimizer_groups(trainer.optimizer, trainer.model)
         return Ledger("optimizer_groups")
@@ -277,13 +283,12 @@ def activate(ledger: Ledger) -> None:
             catalogue().drop(entry, one_line(error), error)
     ledger.run(lambda: register_optimizer_step_post_hook(_after_step), lambda handle: handle.remove())
     # PEFT and transformers both read adapter_config.json here, before they look the type up and raise a bare KeyError.
-    stock = vars(PeftConfigMixin)["from_json_file"].__func__
+    stock: Any = vars(PeftConfigMixin)["from_json_file"].__func__
 
-    @functools.wraps(stock)
-    def from_json_file(cls: Any, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
+    def from_json_file(cls: Any, /, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
         loaded = stock(cls, path_json_file, **kwargs)
         _check_loaded(loaded)
-        return loaded  # type: ignore[no-any-return]
+        return loaded
 
     ledger.set_attr(PeftConfigMixin, "from_json_file", classmethod(from_json_file))
 

@@ -38,4 +38,5 @@ METHOD = Method(
 
 @hookimpl
 def hfplug_methods() -> list[Method]:
+    """The methods of this plugin."""
     return [METHOD]

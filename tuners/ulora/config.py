@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from hfplug.errors import ConfigError
 from hfplug.seams.tuner import PluginConfig
 
 
-def _option(default, help):  # type: ignore[no-untyped-def]
+def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -20,7 +20,7 @@ from hfplug.tuners.ulora.gate import Gate, context_mean, normalised
 from hfplug.tuners.ulora.state import ModelState
 
 
-class ExactBuffers(BufferDict):  # type: ignore[misc]
+class ExactBuffers(BufferDict):
     """Buffers by adapter name, saved with it, that keep dtype and bits through ``model.half()`` and ``model.to(dtype)``.
 
     In bfloat16 a running mean with decay 0.99 stops moving before it arrives.
@@ -39,7 +39,7 @@ class ExactBuffers(BufferDict):  # type: ignore[misc]
         return self
 
 
-class ULoraLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]
+class ULoraLayer(nn.Module, BaseTunerLayer):
     """``W0·x + s·B(util ⊙ A·x)`` for ``nn.Linear``, GPT-2's ``Conv1D`` and PEFT's quantised linears.
 
     Shapes: input ``(batch, tokens, in_features)``; the code and the utilisation are ``(batch, tokens, r)``, computed in
@@ -47,6 +47,10 @@ class ULoraLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]
     """
 
     adapter_layer_names = ("ulora_A", "ulora_B", "ulora_gate")
+    if TYPE_CHECKING:  # torch types every attribute of a module as Tensor | Module
+
+        def __getattr__(self, name: str) -> Any: ...
+
     other_param_names = ("ulora_ema", "ulora_steps", "ulora_dropout", "ulora_config", "ulora_pending")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: ULoraConfig, key: str) -> None:
@@ -75,7 +79,8 @@ class ULoraLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]
     def update_layer(self, adapter_name: str, config: ULoraConfig) -> None:
         """Add an adapter of rank ``config.r``."""
         if config.r > min(self.in_features, self.out_features):
-            raise ConfigError(f"r={config.r} exceeds the smaller side of {self.ulora_key!r} ({self.in_features}×{self.out_features})")
+            sides = f"{self.in_features}×{self.out_features}"
+            raise ConfigError(f"r={config.r} exceeds the smaller side of {self.ulora_key!r} ({sides})")
         self.ulora_config[adapter_name] = config
         self.ulora_dropout[adapter_name] = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
         self.ulora_A[adapter_name] = nn.Linear(self.in_features, config.r, bias=False)
@@ -116,13 +121,15 @@ class ULoraLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]
                 a, b = self.ulora_A[name], self.ulora_B[name]
                 features = self._cast_input_dtype(x, a.weight.dtype)
                 z = a(self.ulora_dropout[name](features))
-                result = result + b(self._utilisation(name, z, features).to(z.dtype) * z) * self.ulora_config[name].scaling
+                utilised = self._utilisation(name, z, features).to(z.dtype) * z
+                result = result + b(utilised) * self.ulora_config[name].scaling
         return result.to(dtype)
 
     def _utilisation(self, name: str, z: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         if z.dim() != 3:
             raise UnsupportedError(
-                f"ulora: {self.ulora_key!r} was called with an input of {z.dim()} dimensions; the gate needs (batch, tokens, features)"
+                f"ulora: {self.ulora_key!r} was called with an input of {z.dim()} dimensions; "
+                "the gate needs (batch, tokens, features)"
             )
         config, state = self.ulora_config[name], self.ulora_state
         scope = state.scope if state is not None else None

@@ -34,15 +34,22 @@ class ULoraModel(PluginTuner):
 
     def check_target(self, config: Any, key: str, target: nn.Module) -> None:
         stack = token_stack(self.model)
-        inside = stack is self.model or any(key.startswith(f"{name}.") for name, m in self.model.named_modules() if m is stack and name)
-        if not inside:
+        names = [name for name, module in self.model.named_modules() if module is stack and name]
+        if stack is not self.model and not any(key.startswith(f"{name}.") for name in names):
             raise ConfigError(
-                f"ulora: target module {key!r} lies outside the token stack ({type(stack).__name__}), where the context of a token "
-                "is not defined; remove it from target_modules (exclude_modules helps)"
+                f"ulora: target module {key!r} lies outside the token stack ({type(stack).__name__}), where the context "
+                "of a token is not defined; remove it from target_modules (exclude_modules helps)"
             )
 
     def _create_and_replace(
-        self, peft_config: Any, adapter_name: str, target: nn.Module, target_name: str, parent: nn.Module, current_key: str, **kwargs: Any
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **kwargs: Any,
     ) -> None:
         super()._create_and_replace(peft_config, adapter_name, target, target_name, parent, current_key, **kwargs)
         layer = getattr(parent, target_name)
@@ -54,7 +61,7 @@ class ULoraModel(PluginTuner):
         stack = token_stack(self.model)
         if _ATTRIBUTE not in vars(stack):
             vars(stack)[_ATTRIBUTE] = ModelState(call_scope(self.model))
-        return vars(stack)[_ATTRIBUTE]  # type: ignore[no-any-return]
+        return vars(stack)[_ATTRIBUTE]
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
         stack = token_stack(self.model)
@@ -62,4 +69,4 @@ class ULoraModel(PluginTuner):
         state = vars(stack).pop(_ATTRIBUTE, None)
         if state is not None:
             state.close()
-        return model  # type: ignore[no-any-return]
+        return model

@@ -25,10 +25,8 @@ def utilisation(
     out = torch.ones_like(z)
     for row in range(batch):
         hats = [z[row, t] / (z[row, t].square().mean().sqrt() + eps) for t in range(length)]
-        starts = [0]
-        for t in range(length):
-            if restarts is not None and bool(restarts[row % restarts.shape[0], t]):
-                starts.append(t)
+        again = [] if restarts is None else restarts[row % restarts.shape[0]].nonzero().flatten().tolist()
+        starts = [0, *again]
         for t in range(length):
             start = max(s for s in starts if s <= t)
             stop = t + 1

@@ -15,7 +15,7 @@ from hfplug.seams.tuner import watch_optimizer_steps
 Sums = tuple[torch.Tensor, torch.Tensor]
 
 
-class ContextLayer(DummyLayer):  # type: ignore[misc]
+class ContextLayer(DummyLayer):
     """Context sums kept as a layer of the KV cache, so that every batch operation of the cache reaches them.
 
     Beam search reorders it, ``batch_repeat_interleave`` expands it, ``copy.deepcopy`` of a cache (two questions on one
@@ -86,8 +86,8 @@ class ModelState:
         if layer is None or layer.length != call.past or key not in layer.sums:
             seen = 0 if layer is None or key not in layer.sums else layer.length
             raise UnsupportedError(
-                f"ulora: the cache holds {call.past} tokens but the running context of this adapter covers {seen}; it was filled "
-                "with the adapter off, by another adapter, or was cropped. Fill a new cache with the adapter active"
+                f"ulora: the cache holds {call.past} tokens but the running context of this adapter covers {seen}; it was "
+                "filled with the adapter off, by another adapter, or was cropped. Fill a new cache with the adapter active"
             )
         return layer.sums[key]
 
@@ -97,7 +97,8 @@ class ModelState:
         if not new or call.cache is None:
             return
         if not hasattr(call.cache, "layers"):
-            raise UnsupportedError(f"ulora: {type(call.cache).__name__} is not a transformers Cache with layers; cannot decode with it")
+            kind = type(call.cache).__name__
+            raise UnsupportedError(f"ulora: {kind} is not a transformers Cache with layers; cannot decode with it")
         layer = _context_layer(call.cache)
         if layer is None or call.past == 0:
             if layer is None:

@@ -1,0 +1,112 @@
+"""The ``hfplug`` command. Each command imports what it needs, so that ``hfplug list`` stays free of torch."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import hfplug
+from hfplug.errors import HfplugError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=hfplug.__doc__
+)
+train_app = typer.Typer(no_args_is_help=True, help="Train from a run file: stock TRL fields plus a plugins: section.")
+app.add_typer(train_app, name="train")
+
+PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def main() -> None:
+    """Entry point: an error hfplug raises on purpose is one line and exit code 2, never a trace."""
+    try:
+        app()
+    except HfplugError as error:
+        print(f"hfplug: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@app.command("list")
+def list_methods(as_json: Json = False) -> None:
+    """List the installed methods, and the plugins that could not be loaded with the cause."""
+    from hfplug.cli import show
+
+    catalogue = hfplug.catalogue()
+    print(json.dumps(show.as_json(catalogue), indent=2)) if as_json else show.listing(catalogue)
+
+
+@app.command()
+def info(name: str, as_json: Json = False) -> None:
+    """Show one method: paper, fidelity, options with defaults, limits, example."""
+    from hfplug.cli import show
+
+    entry = hfplug.catalogue().get(name)
+    print(json.dumps(show.entry_json(entry), indent=2)) if as_json else show.details(entry)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check the environment: versions against the proven set, upstream names hfplug relies on, broken plugins."""
+    from hfplug.cli import health
+
+    report = health.examine()
+    print(json.dumps(report, indent=2)) if as_json else health.show(report)
+    if not report["healthy"]:
+        raise typer.Exit(1)
+
+
+@train_app.command("sft", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train_sft(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="YAML run file.")],
+    check: Annotated[bool, typer.Option("--check", help="Only check the run file.")] = False,
+) -> None:
+    """Supervised fine-tuning with TRL's SFTTrainer. Any field can be overridden: --max_steps 10 --plugins.tuner.r 16."""
+    from hfplug import training
+
+    values = training.with_overrides(training.read_run(run), context.args)
+    if check:
+        chosen = training.parse_sft(values).plugins
+        print(f"{run}: valid; plugins: {', '.join(c.name for cs in chosen.values() for c in cs) or 'none'}")
+        return
+    result = training.train_sft(values)
+    print(f"saved to {result.output_dir}; `hfplug report {result.output_dir}` draws it")
+
+
+@app.command(context_settings=PASS_ON)
+def run(context: typer.Context) -> None:
+    """Run an unmodified script (or -m module) with hfplug active: hfplug run script.py ARGS..."""
+    words = context.args
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: hfplug run script.py ARGS...   |   hfplug run -m package.module ARGS...")
+        raise typer.Exit(0 if words else 2)
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise hfplug.ConfigError("run -m needs a module name")
+        sys.argv = words[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    script = Path(words[0])
+    if not script.is_file():
+        raise hfplug.ConfigError(f"run: script {words[0]!r} does not exist")
+    sys.argv = words
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Folder a training run wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN_DIR/report.")] = None,
+) -> None:
+    """Draw a training run: one HTML page with pictures of loss, utilisation and attention sinks."""
+    from hfplug.report import write_report
+
+    print(write_report(run_dir, out))

@@ -1,0 +1,239 @@
+"""Training from a run file: stock TRL fields plus a ``plugins:`` section, checked whole before any model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfplug.errors import ConfigError, nearest
+from hfplug.method import Kind
+from hfplug.options import build
+from hfplug.plugins import catalogue, load
+
+# Key of the `plugins:` section -> kind, and whether it takes a list. Kinds are fixed; methods come from the catalogue.
+SECTIONS = {
+    "tuner": (Kind.TUNER, False),
+    "attention": (Kind.ATTENTION, False),
+    "cache": (Kind.CACHE, False),
+    "quantizer": (Kind.QUANTIZER, False),
+    "patches": (Kind.PATCH, True),
+    "loss": (Kind.LOSS, True),
+    "trainer": (Kind.TRAINER, False),
+    "callbacks": (Kind.CALLBACK, True),
+}
+_SUPPORTED = {"tuner", "loss", "callbacks"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One method chosen in a run file, its options checked."""
+
+    name: str
+    options: Mapping[str, Any]
+    config: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked run file.
+
+    Attributes:
+        arguments: the TRL dataclasses by name: ``script``, ``training``, ``model``, ``dataset``.
+        plugins: section -> the methods chosen there.
+    """
+
+    arguments: Mapping[str, Any]
+    plugins: Mapping[str, Sequence[Choice]]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run leaves: the trainer (model inside), where it wrote, and its last metrics."""
+
+    trainer: Any
+    output_dir: Path
+    metrics: Mapping[str, float]
+
+
+def read_run(path: str | Path) -> dict[str, Any]:
+    """Read a YAML run file.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping.
+    """
+    import yaml
+
+    path = Path(path)
+    if not path.is_file():
+        close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        raise ConfigError(f"run file {str(path)!r} does not exist" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"run file {str(path)!r} is not valid YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"run file {str(path)!r} must hold a mapping, found {type(loaded).__name__}")
+    return loaded
+
+
+def with_overrides(run: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Apply command-line words ``--key value`` (or ``--key=value``; dots reach into ``plugins``) over a run file."""
+    import yaml
+
+    out: dict[str, Any] = {k: (dict(v) if isinstance(v, dict) else v) for k, v in run.items()}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"unexpected argument {word!r}; overrides look like --learning_rate 1e-4 or --plugins.tuner.r 16")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not queue:
+                raise ConfigError(f"--{key} needs a value")
+            value = queue.pop(0)
+        place = out
+        *path, last = key.split(".")
+        for part in path:
+            inner = place.get(part, {})
+            if isinstance(inner, str):
+                inner = {"type": inner}
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--{key}: {part!r} is a {type(inner).__name__} in the run file and cannot be reached into")
+            place[part] = dict(inner)
+            place = place[part]
+        place[last] = yaml.safe_load(value)
+    return out
+
+
+def parse_sft(run: Mapping[str, Any]) -> Run:
+    """Check an SFT run: every key, type and plugin name. Loads no model and no data.
+
+    Raises:
+        ConfigError: anything wrong, naming the place, the value and the nearest valid name.
+    """
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+    from trl.scripts.utils import DatasetConfig
+
+    classes = {"script": ScriptArguments, "training": SFTConfig, "model": ModelConfig, "dataset": DatasetMixtureConfig}
+    owner = {f.name: part for part, cls in reversed(classes.items()) for f in dataclasses.fields(cls) if f.init}
+    values: dict[str, dict[str, Any]] = {part: {} for part in classes}
+    plugins = parse_plugins(run.get("plugins") or {})  # before the parts, which may touch devices and folders
+    for key, value in run.items():
+        if key == "plugins":
+            continue
+        if key not in owner:
+            raise ConfigError(f"unknown key {key!r}{nearest(key, [*owner, 'plugins'])} in the run file; valid: any field of "
+                              f"{', '.join(c.__name__ for c in classes.values())}, and 'plugins'")  # fmt: skip
+        values[owner[key]][key] = value
+    if not values["model"].get("model_name_or_path"):
+        raise ConfigError("the run file needs 'model_name_or_path': a hub id, a folder, or 'smollm2'")
+    if not values["dataset"].get("datasets") and not values["script"].get("dataset_name"):
+        raise ConfigError("the run file needs 'datasets' (a list of {path, data_files, ...}) or 'dataset_name'")
+    values["dataset"]["datasets"] = [
+        build(DatasetConfig, item, where=f"datasets[{i}]") for i, item in enumerate(values["dataset"].get("datasets") or [])
+    ]
+    return Run({part: build(cls, values[part]) for part, cls in classes.items()}, plugins)
+
+
+def parse_plugins(section: Mapping[str, Any]) -> dict[str, list[Choice]]:
+    """Check the ``plugins:`` section of a run file."""
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"plugins={section!r} must be a mapping with keys from {sorted(SECTIONS)}")
+    out: dict[str, list[Choice]] = {}
+    for key, value in section.items():
+        if key not in SECTIONS:
+            raise ConfigError(f"plugins: unknown key {key!r}{nearest(key, SECTIONS)}; valid: {sorted(SECTIONS)}")
+        kind, many = SECTIONS[key]
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if len(items) > 1 and not many:
+            raise ConfigError(f"plugins.{key} takes one method, got {len(items)}")
+        out[key] = [_choice(item, kind, f"plugins.{key}") for item in items]
+        if items and key not in _SUPPORTED:
+            raise ConfigError(f"plugins.{key}: `hfplug train` does not take {kind} methods in this version")
+    return out
+
+
+def _choice(item: Any, kind: Kind, where: str) -> Choice:
+    if isinstance(item, str):
+        item = {"type": item}
+    if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
+        raise ConfigError(f"{where}={item!r} must be a method name, or a mapping with 'type' and its options")
+    options = {k: v for k, v in item.items() if k != "type"}
+    load(item["type"], kind)  # unknown names and unmet requirements, before anything else
+    config = build(catalogue().get(item["type"], kind).load_config(), options, where=f"{where} ({item['type']})")
+    return Choice(item["type"], options, config)
+
+
+def train_sft(run: Mapping[str, Any] | str | Path) -> TrainResult:
+    """Fine-tune with TRL's stock ``SFTTrainer`` and the plugins of a run file; save the result in ``output_dir``.
+
+    Args:
+        run: path of a YAML run file, or its content.
+
+    Raises:
+        ConfigError: the run file is wrong; raised before a model is loaded.
+    """
+    parsed = parse_sft(read_run(run) if isinstance(run, (str, Path)) else run)
+    trainer = build_sft_trainer(parsed)
+    training = parsed.arguments["training"]
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model(training.output_dir)
+    trainer.save_state()
+    metrics = {k: v for entry in trainer.state.log_history for k, v in entry.items() if isinstance(v, (int, float))}
+    return TrainResult(trainer, Path(training.output_dir), metrics)
+
+
+def build_sft_trainer(run: Run) -> Any:
+    """The stock ``SFTTrainer`` of a checked run, with its plugins attached, ready for ``train()``."""
+    from trl import SFTTrainer, get_peft_config, get_quantization_config
+
+    import hfplug.losses
+    from hfplug.models import resolve_model
+    from hfplug.seams.tuner import use_optimizer_groups
+
+    model, training, script = (run.arguments[k] for k in ("model", "training", "script"))
+    tuner = run.plugins.get("tuner", [])
+    if tuner and model.use_peft:
+        raise ConfigError("the run file asks for both plugins.tuner and TRL's use_peft; choose one")
+    peft_config = tuner[0].config if tuner else get_peft_config(model)
+    if tuner and peft_config.task_type is None:
+        peft_config.task_type = "CAUSAL_LM"
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    data = _dataset(run)
+    evaluate = training.eval_strategy != "no" or training.do_eval
+    split = script.dataset_test_split
+    if evaluate and split not in data:
+        raise ConfigError(f"evaluation is on but the data has no split {split!r}{nearest(split, data)}; splits: {sorted(data)}")
+    trainer = SFTTrainer(
+        model=resolve_model(model.model_name_or_path),
+        args=training,
+        train_dataset=data[script.dataset_train_split],
+        eval_dataset=data[split] if evaluate else None,
+        quantization_config=get_quantization_config(model),
+        peft_config=peft_config,
+        callbacks=[load(c.name, Kind.CALLBACK)(c.config) for c in run.plugins.get("callbacks", [])],
+    )
+    for choice in run.plugins.get("loss", []):
+        hfplug.losses.add(trainer, load(choice.name, Kind.LOSS)(choice.config))
+    if tuner:
+        use_optimizer_groups(trainer)
+    return trainer
+
+
+def _dataset(run: Run) -> Any:
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    script, dataset = run.arguments["script"], run.arguments["dataset"]
+    if dataset.datasets:
+        return get_dataset(dataset)
+    return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)

@@ -1,0 +1,83 @@
+"""Every private or unstable upstream name hfplug relies on, with its owner and the condition for deletion; pure data.
+
+``hfplug doctor`` checks them in the user's environment, tests/drift in ours. A name used anywhere and not listed here is a
+bug. ``PROVEN`` is the set of versions the tests run with, the same as constraints.txt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROVEN = {
+    "torch": "2.13.0",
+    "transformers": "5.24.0",
+    "accelerate": "1.15.0",
+    "peft": "0.21.2",
+    "trl": "1.16.0",
+    "datasets": "5.2.0",
+    "safetensors": "0.8.0",
+    "pluggy": "1.7.0",
+    "wrapt": "2.5.2",
+}
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """One name of another library.
+
+    Attributes:
+        name: ``"module:attribute.path"``.
+        owner: the seam, core module or method that breaks without it.
+        until: when this reliance can go.
+        parameters: parameters of the callable that are used by name or position.
+    """
+
+    name: str
+    owner: str
+    until: str
+    parameters: tuple[str, ...] = ()
+
+
+_PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"
+_TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
+
+UPSTREAM = (
+    Upstream("peft.mapping:PEFT_TYPE_TO_CONFIG_MAPPING", "tuner seam", _PEFT_API),
+    Upstream("peft.mapping:PEFT_TYPE_TO_TUNER_MAPPING", "tuner seam", _PEFT_API),
+    Upstream("peft.mapping:PEFT_TYPE_TO_PREFIX_MAPPING", "tuner seam", _PEFT_API),
+    Upstream("peft.config:PeftConfigMixin.from_json_file", "tuner seam", _PEFT_API, ("path_json_file",)),
+    Upstream(
+        "peft.tuners.tuners_utils:BaseTuner._create_and_replace", "tuner seam", _PEFT_API,
+        ("peft_config", "adapter_name", "target", "target_name", "parent", "current_key"),
+    ),
+    Upstream("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "tuner seam", _PEFT_API, ("model", "adapter_name")),
+    Upstream("peft.tuners.tuners_utils:BaseTuner._check_target_module_exists", "tuner seam", _PEFT_API, ("peft_config", "key")),
+    Upstream(
+        "peft.tuners.tuners_utils:BaseTuner._replace_module", "tuner seam", _PEFT_API,
+        ("parent", "child_name", "new_module", "child"),
+    ),
+    Upstream(
+        "peft.tuners.tuners_utils:BaseTuner._remap_adapter_state_dict_for_load", "tuner seam", _PEFT_API,
+        ("model", "config", "adapter_name", "state_dict"),
+    ),
+    Upstream("peft.tuners.tuners_utils:BaseTuner._prepare_adapter_config", "ulora", _PEFT_API, ("peft_config", "model_config")),
+    Upstream("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "ulora", _PEFT_API, ("merge",)),
+    Upstream(
+        "peft.tuners.tuners_utils:BaseTunerLayer._move_adapter_to_device_of_base_layer", "ulora", _PEFT_API, ("adapter_name",)
+    ),
+    Upstream("peft.tuners.tuners_utils:_get_in_out_features", "ulora", _PEFT_API, ("module",)),
+    Upstream("peft.tuners._buffer_dict:BufferDict", "ulora", "PEFT makes BufferDict public", ("persistent",)),
+    Upstream("peft.utils:resolve_quantization_backend", "ulora", "listed as stable by PEFT"),
+    Upstream("transformers.cache_utils:DummyLayer", "ulora", "caches take third-party state layers"),
+    Upstream("transformers.cache_utils:Cache.reorder_cache", "ulora", "caches take third-party state layers", ("beam_idx",)),
+    Upstream(
+        "torch.optim.optimizer:register_optimizer_step_post_hook", "tuner seam", "never: public, listed for doctor", ("hook",)
+    ),
+    Upstream("transformers.trainer:DEFAULT_CALLBACKS", "hfplug.metrics", _TRAINER_API),
+    Upstream("transformers.trainer:Trainer.log", "hfplug.metrics", _TRAINER_API, ("logs",)),
+    Upstream(
+        "transformers.modeling_layers:GradientCheckpointingLayer", "hfplug.calls",
+        "transformers passes the call's arguments to hooks in recomputation",
+    ),
+    Upstream("transformers.modeling_utils:PreTrainedModel.get_decoder", "hfplug.calls", "never: public, listed for doctor"),
+)  # fmt: skip
