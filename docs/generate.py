@@ -29,7 +29,7 @@ def section(entry: Entry) -> Iterator[str]:
     """The lines of one method."""
     method, paper = entry.method, entry.method.paper
     yield f"## {method.name}\n"
-    yield f"{method.kind.value.capitalize()}: {method.summary.rstrip(".")}.\n"
+    yield f"{method.kind.value.capitalize()}: {method.summary.rstrip('.')}.\n"
     yield f"[{paper.title}]({paper.url}), {paper.venue}. Follows: {paper.fidelity}.\n"
     if method.example:
         yield f"```python\n{method.example}\n```\n"
