@@ -55,10 +55,21 @@ class Call:
         self.position_ids = self._positions(arguments.get("position_ids"))
 
     def _mask(self, mask: Any) -> torch.Tensor | None:
-        # A 4-D mask, or a dict of them, says which pairs attend, not which tokens are real: nothing to read off.
-        if not hasattr(mask, "dim") or mask.dim() != 2 or mask.shape[1] < self.length:
+        if isinstance(mask, dict):  # prepared masks per layer type; every one of them knows the padding
+            mask = next((m for m in mask.values() if m is not None), None)
+        if not hasattr(mask, "dim"):
             return None
-        chunk = mask[:, mask.shape[1] - self.length :].bool()
+        if mask.dim() == 4:  # prepared (batch, 1, queries, keys): a real token attends to itself, padding to nothing
+            rows = min(self.length, mask.shape[2])
+            if mask.shape[3] < self.past + rows:
+                return None
+            chunk = mask[:, 0, :, self.past : self.past + rows].diagonal(dim1=1, dim2=2)
+            chunk = chunk if not chunk.is_floating_point() else chunk >= 0  # additive masks hold 0 where attention is allowed
+            chunk = chunk.expand(self.batch, -1)
+        elif mask.dim() == 2 and mask.shape[1] >= self.length:
+            chunk = mask[:, mask.shape[1] - self.length :].bool()
+        else:
+            return None
         return None if bool(chunk.all()) else chunk
 
     def _positions(self, positions: Any) -> torch.Tensor | None:
