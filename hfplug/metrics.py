@@ -10,30 +10,47 @@ how a window was cut into micro-batches, and are added up over ranks.
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any, Literal
 
+from hfplug.errors import ConfigError, nearest
 from hfplug.ledger import Ledger
 
 _ATTRIBUTE = "_hfplug_metrics"  # not a dataclass field, so it never reaches trainer_state.json
+_FOLD = 64  # rows kept of one metric before they are added up
 Mode = Literal["train", "eval"]
 
 
 class PendingMetrics:
-    """Sums and counts waiting for the next logging step of one trainer."""
+    """Sums and counts waiting for the next logging step of one trainer.
+
+    Attributes:
+        relayed: whether the relay stands in this trainer's list of callbacks, known from the first log on.
+    """
 
     def __init__(self) -> None:
         self._pending: dict[Mode, dict[str, list[tuple[Any, Any]]]] = {"train": {}, "eval": {}}
+        self.relayed = False
 
     def add(self, name: str, total: Any, count: Any = 1, mode: Mode = "train") -> None:
         """Add to a metric; the logged value is ``sum(total) / sum(count)`` over the window and all ranks.
 
         Args:
             name: key as logged; eval metrics get the prefix of the evaluation (``eval_``) in front.
-            total: number or 0-d tensor; detached, kept on its device, added up in float64 at logging time.
+            total: number or 0-d tensor; copied, kept on its device, added up in float64 at logging time or earlier.
             count: number or 0-d tensor: what ``total`` is a sum over (tokens, sequences, or 1 for a plain mean).
+
+        Raises:
+            ConfigError: ``mode``, or a ``total`` or ``count`` that is not one number. Raised here, where the caller can
+                handle it: at logging time the error would end the training.
         """
-        detach = [v.detach() if hasattr(v, "detach") else v for v in (total, count)]
-        self._pending[mode].setdefault(name, []).append((detach[0], detach[1]))
+        if mode not in self._pending:
+            raise ConfigError(f"metric {name!r}: mode={mode!r} is not one of {list(self._pending)}{nearest(mode, self._pending)}")
+        rows = self._pending[mode].setdefault(name, [])
+        rows.append((_scalar(name, "total", total), _scalar(name, "count", count)))
+        if len(rows) >= _FOLD:
+            # An evaluation may add millions of times before it logs. Folding seldom keeps the device from being waited for.
+            rows[:] = [(sum(float(t) for t, _ in rows), sum(float(c) for _, c in rows))]
 
     def drain(self, mode: Mode) -> dict[str, float]:
         """Return and forget the metrics of a mode, reduced over the window and over all ranks.
@@ -46,6 +63,17 @@ class PendingMetrics:
 
     def __bool__(self) -> bool:
         return any(self._pending.values())
+
+
+def _scalar(name: str, role: str, value: Any) -> Any:
+    if hasattr(value, "detach"):
+        if value.numel() != 1:
+            raise ConfigError(f"metric {name!r}: {role} of shape {tuple(value.shape)} is not a single number; reduce it first")
+        # A copy: the caller may go on to change its accumulator in place, and a view would pin all of its base in memory.
+        return value.detach().clone()
+    if not isinstance(value, numbers.Real):
+        raise ConfigError(f"metric {name!r}: {role}={value!r} ({type(value).__name__}) is not a number or a tensor of one number")
+    return value
 
 
 def _over_ranks(sums: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
@@ -104,12 +132,20 @@ def relay_class() -> type[Any]:
     """The callback that delivers; built on demand because its base class is in transformers."""
     from transformers.trainer_callback import TrainerCallback
 
-    class MetricsRelay(TrainerCallback):  # type: ignore[misc]
+    class MetricsRelay(TrainerCallback):
         """Delivers hfplug metrics before any tracker sees the log."""
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            metrics_of(state).relayed = True
             if logs is not None:
                 deliver(state, logs)
+
+        def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            # predict() writes no log entry: what it counted belongs to its own metrics, not to the next evaluation.
+            if metrics is not None:
+                mode, prefix = _entry_of(metrics)
+                if mode == "eval":
+                    metrics.update({prefix + name: value for name, value in metrics_of(state).drain(mode).items()})
 
     return MetricsRelay
 
