@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import site
 import subprocess
@@ -25,6 +26,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSION = runpy.run_path(str(ROOT / "hfplug" / "_version.py"))["__version__"]
+DIST_INFO = f"hfplug-{VERSION}.dist-info"
 KINDS = ("callbacks", "kernels", "losses", "modeling_patches", "trainers", "tuners")
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "*.egg-info", "runs"
@@ -114,6 +117,7 @@ def check_installed(python: Path, cwd: Path, package: Path) -> None:
     """hfplug works for this Python from ``cwd``, comes from ``package``, and is known by one name only."""
     seen = json.loads(run([str(python), "-c", FIRST_STEPS], cwd))
     assert Path(seen["file"]).parent.resolve() == package.resolve()
+    assert seen["version"] == VERSION
     assert seen["problems"] == []
     assert seen["methods"] == sorted(declared_plugins())
     assert seen["modules"] == [], "a method folder was imported by its top-level name"
@@ -148,7 +152,7 @@ def wheel_files(wheel: Path) -> list[str]:
 def test_wheel_holds_every_file_of_the_package_once_and_nothing_else(tree: Path, wheel: Path) -> None:
     files = wheel_files(wheel)
     assert [name for name, times in Counter(files).items() if times > 1] == []
-    assert {PurePosixPath(name).parts[0] for name in files} == {"hfplug", "hfplug-0.1.0.dist-info"}
+    assert {PurePosixPath(name).parts[0] for name in files} == {"hfplug", DIST_INFO}
     packed = {name for name in files if name.startswith("hfplug/")}
     assert packed == shipped(tree), "a data file needs its suffix in [tool.setuptools.package-data]"
     assert "hfplug/py.typed" in packed
@@ -156,16 +160,17 @@ def test_wheel_holds_every_file_of_the_package_once_and_nothing_else(tree: Path,
 
 def test_wheel_declares_what_entry_points_txt_declares(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        text = archive.read("hfplug-0.1.0.dist-info/entry_points.txt").decode()
-        metadata = archive.read("hfplug-0.1.0.dist-info/METADATA").decode()
-        licence = archive.read("hfplug-0.1.0.dist-info/licenses/LICENSE").decode()
+        text = archive.read(f"{DIST_INFO}/entry_points.txt").decode()
+        metadata = archive.read(f"{DIST_INFO}/METADATA").decode()
+        licence = archive.read(f"{DIST_INFO}/licenses/LICENSE").decode()
     built, source = configparser.ConfigParser(delimiters=("=",)), configparser.ConfigParser(delimiters=("=",))
     built.read_string(text)
     source.read(ROOT / "entry_points.txt", encoding="utf-8")
     assert {s: dict(built[s]) for s in built.sections()} == {s: dict(source[s]) for s in source.sections()}
     assert built["console_scripts"]["hfplug"] == "hfplug.cli:main"
     assert built["pytest11"]["hfplug"] == "hfplug.testing.plugin"
-    assert "License-Expression: Apache-2.0" in metadata
+    assert "License-Expression: Apache-2.0" in metadata.splitlines()
+    assert f"Version: {VERSION}" in metadata.splitlines()
     assert "Version 2.0, January 2004" in licence
 
 
@@ -181,7 +186,7 @@ def test_sdist_holds_each_file_once_and_builds_the_same_wheel(
     tops = {PurePosixPath(name).parts[0] for name in files}
     assert not tops & {*KINDS, "tests", "benchmarks", "examples"}
     assert {"LICENSE", "README.md", "constraints.txt", "entry_points.txt", "pyproject.toml"} <= tops
-    again = build(tmp_path / "hfplug-0.1.0", tmp_path, "wheel")
+    again = build(tmp_path / f"hfplug-{VERSION}", tmp_path, "wheel")
     assert sorted(wheel_files(again)) == sorted(wheel_files(wheel))
 
 
@@ -208,7 +213,7 @@ def test_installed_wheel_works_from_anywhere(wheel: Path, dependencies: Path, tm
     install(python, str(wheel))
     (packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
     tops = {item.name for item in packages.iterdir()} - {"dependencies.pth", "__pycache__"}
-    assert tops == {"hfplug", "hfplug-0.1.0.dist-info"}
+    assert tops == {"hfplug", DIST_INFO}
     check_installed(python, tmp_path, packages / "hfplug")
 
 
@@ -290,12 +295,6 @@ def test_an_init_in_kernels_would_break_that(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- pyproject and constraints
-
-
-def test_version_stands_in_two_places_that_agree() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    seen = run([sys.executable, "-c", "import hfplug; print(hfplug.__version__)"], ROOT).strip()
-    assert seen == project["version"]
 
 
 def test_every_requirement_is_pinned_and_the_pin_satisfies_it() -> None:
