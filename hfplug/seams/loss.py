@@ -345,7 +345,9 @@ class _Attached(TermHandle):
 
     def _scale(self, count: Any, num_items_in_batch: Any) -> Any:
         """What ``total`` of this micro-batch is multiplied with to become its share of the window's mean."""
-        trainer, steps = self.trainer, self.trainer.current_gradient_accumulation_steps
+        trainer = self.trainer
+        # The length of this window; the attribute appears with the first one.
+        steps = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
         # As Trainer.training_step decides whether it divides the loss by the accumulation steps.
         scaled = trainer.loss_is_scaled_for_ga
         if scaled is None:
@@ -450,8 +452,9 @@ def _refuse(trainer: Any, term: LossTerm) -> None:
     ):
         if active:
             raise no(f"{what} is not supported; one device per process, with DDP over several, is")
-    if hasattr(trainer.model, f"hfplug_{term.method}"):
-        raise no("this term is on the model already; call undo() on its handle first")
+    watching = [c for c in trainer.callback_handler.callbacks if isinstance(c, _Watch)]
+    if any(c.attached.term.method == term.method for c in watching):
+        raise no("this term is on the trainer already; call undo() on its handle first")
 
 
 def add(trainer: Trainer, term: str | LossTerm, **options: Any) -> TermHandle:

@@ -1,0 +1,5 @@
+from hfplug.testing.loss import LossContract
+
+
+class TestNITP(LossContract):
+    method = "nitp"
