@@ -6,6 +6,7 @@ already was), the seam registers every method of its kind, writing through a led
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -25,17 +26,14 @@ SEAMS = (
     ("transformers.trainer", "hfplug.metrics"),
 )
 _ledgers: dict[str, Ledger] = {}
-_installed = False
 
 
+@functools.cache
 def install() -> None:
     """Install the post-import hooks, once."""
-    global _installed
-    if not _installed:
-        _installed = True
-        for trigger, seam in SEAMS:
-            wrapt.register_post_import_hook(_hook(seam), trigger)
-            wrapt.register_post_import_hook(_hook(seam), seam)
+    for trigger, seam in SEAMS:
+        wrapt.register_post_import_hook(_hook(seam), trigger)
+        wrapt.register_post_import_hook(_hook(seam), seam)
 
 
 def _hook(seam: str):  # type: ignore[no-untyped-def]

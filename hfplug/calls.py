@@ -39,7 +39,7 @@ class Call:
         memo: scratch space of the methods, living as long as the call (and, under checkpointing, its recomputation).
     """
 
-    __slots__ = ("attention_mask", "batch", "cache", "length", "memo", "past", "position_ids", "training", "__weakref__")
+    __slots__ = ("attention_mask", "batch", "cache", "length", "memo", "past", "position_ids", "training")
 
     def __init__(self, arguments: dict[str, Any], training: bool) -> None:
         tokens = arguments.get("input_ids")

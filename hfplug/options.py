@@ -39,7 +39,7 @@ def build(cls: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
     try:
         return cls(**checked)
     except ConfigError as error:
-        raise ConfigError(f"{place}{error}") if where and not str(error).startswith(place) else error
+        raise ConfigError(f"{place}{error}") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{place}{error}") from error
 

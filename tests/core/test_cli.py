@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PROBE = "import sys, atexit; atexit.register(lambda: print('HEAVY', sorted({'torch', 'transformers', 'peft'} & set(sys.modules))))\n"
+PROBE = """import sys, atexit
+atexit.register(lambda: print('HEAVY', sorted({'torch', 'transformers', 'peft'} & set(sys.modules))))
+"""
 
 
 def run(*words: str, code: str = "", **env: str) -> subprocess.CompletedProcess[str]:

@@ -101,7 +101,7 @@ def test_run_files_that_cannot_be_read(tmp_path: Path) -> None:
         training.read_run(tmp_path / "run.yaml")
     with pytest.raises(ConfigError, match="mapping"):
         training.read_run(tmp_path / "list.yaml")
-    with pytest.raises(ConfigError, match="did you mean 'run.yaml'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'run\.yaml'"):
         training.read_run(tmp_path / "run.yml")
 
 
@@ -112,7 +112,8 @@ def tiny_run(tmp_path: Path) -> dict[str, Any]:
     model = tmp_path / "model"
     tiny_llama().save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
-    rows = [{"prompt": f"w{3 + i} w{4 + i} ", "completion": " ".join(f"w{5 + (i * k) % 50}" for k in range(8))} for i in range(16)]
+    answers = [" ".join(f"w{5 + (i * k) % 50}" for k in range(8)) for i in range(16)]
+    rows = [{"prompt": f"w{3 + i} w{4 + i} ", "completion": answer} for i, answer in enumerate(answers)]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
