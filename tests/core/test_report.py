@@ -210,13 +210,17 @@ def test_hostile_text_is_shown_not_run(run_dir):
     assert page.text.count(attack) >= 10
 
 
-def test_hostile_layer_and_module_names_stay_text(run_dir):
-    values = {"m.layers.0.attn.<b>$x$_{$.ulora_ema": np.full(RANK, 1.5, "float32")}
-    values["m.layers.0.attn.<b>$x$_{$.ulora_steps"] = np.array(1, dtype="int64")
+def test_hostile_module_names_stay_text(run_dir):
+    module = '<b>"onload="a()"$x ${'
+    values = {f"m.layers.0.attn.{module}.ulora_ema": np.full(RANK, 1.5, "float32")}
+    values[f"m.layers.0.attn.{module}.ulora_steps"] = np.array(1, dtype="int64")
     save_file(values, run_dir / "adapter_model.safetensors")
+    (run_dir / "trainer_state.json").write_text('{"log_history": []}')
     page = page_of(write_report(run_dir))
-    assert page.all("b") == page.all("b")[:1]  # the plugin's chip has one <b> of its own
-    assert any("<b>$x$_{$" in image["alt"] for image in page.all("img"))
+    (image,) = page.all("img")
+    assert module in image["alt"]
+    assert set(image) == {"src", "alt"}
+    assert len(page.all("b")) == 1  # of the plugin's chip
 
 
 def test_plain_trainer_run_says_what_is_absent(tmp_path):
@@ -401,11 +405,41 @@ def test_reading_a_run_needs_neither_torch_nor_matplotlib(run_dir):
     assert done.stdout.strip() == "[]"
 
 
-def test_drawing_leaves_no_global_state(run_dir):
-    import matplotlib as mpl
+def test_drawing_touches_no_global_state_of_matplotlib(run_dir):
+    code = (
+        "import sys, matplotlib; from hfplug.report import write_report; before = dict(matplotlib.rcParams); "
+        f"write_report({str(run_dir)!r}); "
+        "print(before == dict(matplotlib.rcParams), matplotlib.get_backend(auto_select=False))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "None"]
 
-    before = dict(mpl.rcParams)
-    loaded = "matplotlib.pyplot" in sys.modules
-    write_report(run_dir)
-    assert dict(mpl.rcParams) == before
-    assert ("matplotlib.pyplot" in sys.modules) == loaded
+
+def split_colours(path: Path, left: float, right: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean colour of the lower and of the upper third of the picture, between two columns (shares of the width)."""
+    image = pixels(path)
+    height, width, _ = image.shape
+    columns = image[:, int(left * width) : int(right * width)]
+    lower, upper = columns[int(0.62 * height) : int(0.78 * height)], columns[int(0.2 * height) : int(0.36 * height)]
+    return lower.mean(axis=(0, 1)), upper.mean(axis=(0, 1))
+
+
+def test_utilisation_colours_stand_where_the_values_are(run_dir):
+    """Low layers of q_proj used less (blue, below), high ones more (orange, above); v_proj the other way round."""
+    values = np.full((LAYERS, 2, RANK), 0.6)
+    values[LAYERS // 2 :, 0] = values[: LAYERS // 2, 1] = 1.4
+    save_file(adapter(values), run_dir / "adapter_model.safetensors")
+    folder = write_report(run_dir).parent
+    for name in ("utilisation.png", "utilisation-dark.png"):
+        for columns, flipped in (((0.1, 0.4), False), ((0.55, 0.85), True)):
+            low, high = split_colours(folder / name, *columns)[:: -1 if flipped else 1]
+            assert low[2] > low[0] + 60, "less than plain LoRA is blue"
+            assert high[0] > high[2] + 60, "more than plain LoRA is orange"
+
+
+def test_sink_colours_stand_where_the_values_are(run_dir):
+    entries = [{"step": 1} | {f"sink/mass/layer_{layer:02d}": 0.05 + 0.9 * (layer >= 3) for layer in range(LAYERS)}]
+    (run_dir / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
+    folder = write_report(run_dir).parent
+    lower, upper = split_colours(folder / "sink.png", 0.15, 0.5)
+    assert upper.mean() > lower.mean() + 60, "cividis: a large share is bright"
