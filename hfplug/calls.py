@@ -45,10 +45,12 @@ class Call:
         tokens = arguments.get("input_ids")
         if tokens is None:
             tokens = arguments.get("inputs_embeds")
-        self.batch, self.length = (tokens.shape[0], tokens.shape[1]) if tokens is not None and tokens.dim() > 1 else (0, 0)
+        shape: tuple[int, ...] = tuple(tokens.shape) if tokens is not None and tokens.dim() > 1 else (0, 0)
+        self.batch, self.length = shape[:2]
         cache = arguments.get("cache")
         self.cache: Any = cache if cache is not None else arguments.get("past_key_values")
-        self.past = int(self.cache.get_seq_length()) if hasattr(self.cache, "get_seq_length") else 0
+        length_of_cache = getattr(self.cache, "get_seq_length", None)
+        self.past = int(length_of_cache()) if length_of_cache is not None else 0
         self.training = training
         self.memo: dict[Any, Any] = {}
         self.attention_mask = self._mask(arguments.get("attention_mask"))
@@ -94,15 +96,21 @@ class Call:
                     found = drop.new_zeros((drop.shape[0], self.length))
                     found[:, 1:] = drop
             self.memo["restarts"] = found
-        return self.memo["restarts"]  # type: ignore[no-any-return]
+        restarts: torch.Tensor | None = self.memo["restarts"]
+        return restarts
 
 
 class _Frame(threading.local):
     """What runs in this thread: autograd recomputes in a thread of its own on a GPU, serving uses several."""
 
-    call: Call | None = None
-    recompute = False
-    depth = 0
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.recompute = False
+        self.outer: list[tuple[Call | None, bool]] = []  # what the forwards still running had, the innermost last
+
+    @property
+    def depth(self) -> int:
+        return len(self.outer)
 
 
 class CallScope:
@@ -160,7 +168,7 @@ class CallScope:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = self._frame
-        frame.depth += 1
+        frame.outer.append((frame.call, frame.recompute))
         frame.recompute = False
         if self._signature is None:
             self._signature = inspect.signature(type(module).forward)
@@ -177,17 +185,19 @@ class CallScope:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frame
-        frame.depth = max(0, frame.depth - 1)
         call = frame.call
+        outer, frame.recompute = frame.outer.pop() if frame.outer else (None, False)
         if call is None or output is None:  # the forward raised
-            frame.call = None
+            frame.call = outer if frame.outer else None
             return
         if call.cache is None:
             call.cache = getattr(output, "cache", None)
         for on_end in list(self._users.values()):
             if on_end is not None:
                 on_end(call)
-        if not call.training:  # nothing will be recomputed, and a remembered call would pin its KV cache in memory
+        if frame.outer:  # a call from inside a call, by a hook
+            frame.call = outer
+        elif not call.training:  # nothing will be recomputed, and a remembered call would pin its KV cache in memory
             frame.call = None
 
 
@@ -223,9 +233,10 @@ def token_stack(model: nn.Module) -> nn.Module:
     """
     if not hasattr(model, "config") or not hasattr(model, "get_decoder"):
         return model
-    base = getattr(model, "base_model", model)
-    found = model.get_decoder() if not getattr(model.config, "is_encoder_decoder", False) else None
-    return found if found is not None else base  # type: ignore[no-any-return]
+    whole: Any = model
+    found: nn.Module | None = None if getattr(whole.config, "is_encoder_decoder", False) else whole.get_decoder()
+    base: nn.Module = getattr(model, "base_model", model)
+    return base if found is None else found
 
 
 def call_scope(model: nn.Module) -> CallScope:
