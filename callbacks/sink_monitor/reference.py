@@ -56,8 +56,8 @@ def reference_statistics(
         for document in range(max(documents[b]) + 1):
             tokens = [i for i in range(length) if documents[b][i] == document]
             first = tokens[0]
-            for kv in range(value.shape[1]):
-                ratios.append(float(norms[b, kv, first]) / median(float(norms[b, kv, i]) for i in tokens))
+            by_head = ([float(norms[b, kv, i]) for i in tokens] for kv in range(value.shape[1]))
+            ratios.extend(found[0] / median(found) for found in by_head)
             for h in range(heads):
                 if include_self or len(tokens) > 1:
                     per_head[h].append(float(scores[b, h, first]))

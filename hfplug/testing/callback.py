@@ -232,7 +232,7 @@ class CallbackContract:
         plain = self.run(None, **shared, per_device_train_batch_size=8)
         whole = self.run(self.make_callback(), **shared, per_device_train_batch_size=8)
         for micro in (2, 8):
-            sizes = {"per_device_train_batch_size": 8 // micro, "gradient_accumulation_steps": micro}
+            sizes: dict[str, Any] = {"per_device_train_batch_size": 8 // micro, "gradient_accumulation_steps": micro}
             cut = self.run(self.make_callback(), **shared, **sizes)
             self.assert_close(self.metrics(cut, plain), self.metrics(whole, plain), f"in {micro} micro-batches")
 

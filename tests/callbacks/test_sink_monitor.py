@@ -8,10 +8,12 @@ import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+
 from hfplug import ConfigError, UnsupportedError
 from hfplug.callbacks import SinkMonitorCallback, SinkMonitorConfig
 from hfplug.callbacks.sink_monitor.reference import reference_scores, reference_statistics
@@ -30,9 +32,7 @@ class TestEveryOptionContract(CallbackContract):
     """Also with everything it can log switched on, on a model with sliding windows."""
 
     method = "sink_monitor"
-    options = {
-        "every": 1, "argmax_share": True, "log_per_head": True, "include_self": False, "chunk": 5, "evaluate": True
-    }  # fmt: skip
+    options: ClassVar = dict(every=1, argmax_share=True, log_per_head=True, include_self=False, chunk=5, evaluate=True)  # noqa: C408
     make_model = staticmethod(models.tiny_gemma3)
     # The rest is a matter of the base; these meet other masks and other figures.
     test_b32_memory_does_not_grow_with_the_window = None
@@ -103,7 +103,7 @@ def test_rows_sum_to_one_and_the_laplacian_has_these_eigenvalues():
     length = query.shape[2]
     weights = torch.arange(length, 0, -1)
     assert (found.scores() * weights).sum(dim=-1).flatten().tolist() == pytest.approx([length] * 8, rel=1e-6)
-    assert 0 <= found.scores().min() and found.scores().max() <= 1 + 1e-6  # noqa: PT018
+    assert found.scores().min() >= 0 and found.scores().max() <= 1 + 1e-6  # noqa: PT018
     # LapEigvals (arXiv 2502.17598): L = diag(s) - A is lower triangular, its eigenvalues are s_i - a_ii.
     map_, scores = eager_map(query, key, causal(length)), found.scores().double()
     for b, h in np.ndindex(2, 4):
