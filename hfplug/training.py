@@ -222,11 +222,28 @@ def build_sft_trainer(run: Run) -> Any:
         peft_config=peft_config,
         callbacks=[load(c.name, Kind.CALLBACK)(c.config) for c in run.plugins.get("callbacks", [])],
     )
+    _quieter_progress(trainer)
     for choice in run.plugins.get("loss", []):
         hfplug.losses.add(trainer, load(choice.name, Kind.LOSS)(choice.config))
     if tuner:
         use_optimizer_groups(trainer)
     return trainer
+
+
+def _quieter_progress(trainer: Any) -> None:
+    """Leave per-layer metrics out of the lines written above the progress bar; everything else logs them all."""
+    from transformers.trainer_callback import ProgressCallback
+
+    class Progress(ProgressCallback):
+        """The stock bar."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            shown = {key: value for key, value in (logs or {}).items() if "/layer_" not in key}
+            super().on_log(args, state, control, logs=shown, **kwargs)
+
+    for index, callback in enumerate(trainer.callback_handler.callbacks):
+        if type(callback) is ProgressCallback:
+            trainer.callback_handler.callbacks[index] = Progress(callback.max_str_len)
 
 
 def _dataset(run: Run) -> Any:
