@@ -39,6 +39,7 @@ class Upstream:
 
 
 _PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"
+_ATTENTION_API = "transformers offers a hook on an attention module's queries and keys"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
 
 UPSTREAM = (
@@ -80,4 +81,12 @@ UPSTREAM = (
         "transformers passes the call's arguments to hooks in recomputation",
     ),
     Upstream("transformers.modeling_utils:PreTrainedModel.get_decoder", "hfplug.calls", "never: public, listed for doctor"),
+    Upstream("transformers.trainer_callback:ExportableState.state", "callback seam", _TRAINER_API),
+    Upstream("transformers.trainer_callback:TrainerState.stateful_callbacks", "callback seam", _TRAINER_API),
+    Upstream("accelerate.utils:extract_model_from_parallel", "callback seam", "never: public, listed for doctor", ("model",)),
+    Upstream("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS", "sink_monitor", _ATTENTION_API),
+    Upstream(
+        "transformers.modeling_utils:AttentionInterface.get_interface", "sink_monitor", _ATTENTION_API,
+        ("attn_implementation", "default"),
+    ),
 )  # fmt: skip

@@ -541,3 +541,12 @@ def test_the_contract_refuses_an_unguarded_callback():
 def test_metrics_of_a_finished_run_are_all_delivered():
     trainer, _ = train(Toy())
     assert not metrics_of(trainer.state)
+
+
+def test_the_base_is_offered_where_callbacks_are():
+    from hfplug import callbacks
+
+    assert callbacks.HfplugCallback is HfplugCallback
+    assert {"HfplugCallback", "SinkMonitorCallback", "SinkMonitorConfig"} <= set(dir(callbacks))
+    with pytest.raises(AttributeError, match="did you mean 'SinkMonitorCallback'"):
+        callbacks.SinkMonitorCalback  # noqa: B018
