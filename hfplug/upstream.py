@@ -41,6 +41,8 @@ class Upstream:
 _PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"
 _ATTENTION_API = "transformers offers a hook on an attention module's queries and keys"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
+_LOSS_API = "Trainer offers added loss terms"
+_CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
 UPSTREAM = (
     Upstream("peft.mapping:PEFT_TYPE_TO_CONFIG_MAPPING", "tuner seam", _PEFT_API),
@@ -81,6 +83,19 @@ UPSTREAM = (
         "transformers passes the call's arguments to hooks in recomputation",
     ),
     Upstream("transformers.modeling_utils:PreTrainedModel.get_decoder", "hfplug.calls", "never: public, listed for doctor"),
+    Upstream("transformers.trainer:Trainer.compute_loss", "loss seam", _LOSS_API, ("model", "inputs", "num_items_in_batch")),
+    Upstream("transformers.trainer:Trainer.training_step", "loss seam", _LOSS_API, ("model", "inputs", "num_items_in_batch")),
+    Upstream("transformers.trainer:Trainer.get_batch_samples", "loss seam", _LOSS_API, ("epoch_iterator", "num_batches")),
+    Upstream("transformers.trainer:Trainer.loss_is_scaled_for_ga", "loss seam", _LOSS_API),
+    Upstream("transformers.trainer:Trainer.get_tp_size", "loss seam", "tensor parallelism is supported"),
+    Upstream("transformers.trainer:Trainer.get_cp_size", "loss seam", "context parallelism is supported"),
+    Upstream("transformers.trainer:Trainer.get_sp_size", "loss seam", "sequence parallelism is supported"),
+    Upstream(
+        "transformers.trainer:Trainer._save_optimizer_and_scheduler", "loss seam", _CHECKPOINT_API, ("output_dir",)
+    ),
+    Upstream(
+        "transformers.trainer:Trainer._load_from_checkpoint", "loss seam", _CHECKPOINT_API, ("resume_from_checkpoint", "model")
+    ),
     Upstream("transformers.trainer_callback:ExportableState.state", "callback seam", _TRAINER_API),
     Upstream("transformers.trainer_callback:TrainerState.stateful_callbacks", "callback seam", _TRAINER_API),
     Upstream("accelerate.utils:extract_model_from_parallel", "callback seam", "never: public, listed for doctor", ("model",)),

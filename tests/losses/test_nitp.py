@@ -16,7 +16,7 @@ from hfplug.losses.nitp.config import NITPConfig
 from hfplug.losses.nitp.loss import NITPLoss, SwiGLUProjector, cosine_distance
 from hfplug.positions import batch_pairs, decoder_layers, token_pairs
 from hfplug.testing.loss import LossContract, one_step
-from hfplug.testing.models import TINY_MODELS, PadTo, tiny_llama, tiny_lm_dataset, tiny_trainer
+from hfplug.testing.models import TINY_MODELS, VOCAB, PadTo, tiny_llama, tiny_lm_dataset, tiny_trainer
 
 
 class TestNITP(LossContract):
@@ -268,6 +268,36 @@ def test_saved_and_reloaded_model_generates_the_same(tmp_path):
     ids = torch.tensor([[1, 5, 9]])
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(*(model.eval().generate(ids, **settings) for model in (trainer.model, again)))
+
+
+def chain(rows, seed, noise=0.1, length=24):
+    """Tokens that follow an affine map of their predecessor, replaced by a random one now and then."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=draw)
+    for t in range(1, length):
+        follow = 3 + (7 * (ids[:, t - 1] - 3) + 5) % (VOCAB - 3)
+        ids[:, t] = torch.where(torch.rand(rows, generator=draw) < noise, ids[:, t], follow)
+    return datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in ids.tolist()])
+
+
+def test_learning():
+    """The term falls below 0.2 from about 1 while the held-out cross-entropy stays within 2 % of the run without it."""
+    found = {}
+    for weight in (0.0, 1.0):
+        trainer = tiny_trainer(
+            tiny_llama(num_hidden_layers=5), train_dataset=chain(16 * 160, 0), eval_dataset=chain(128, 1), max_steps=160,
+            logging_steps=20, per_device_train_batch_size=16, per_device_eval_batch_size=64, optim="adamw_torch",
+            learning_rate=3e-3, lr_scheduler_type="linear",
+        )  # fmt: skip
+        hfplug.losses.add(trainer, "nitp", weight=weight)
+        at_start = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        found[weight] = trainer.evaluate()["eval_loss"]
+        assert found[weight] < 0.25 * at_start
+    course = [entry["nitp/loss"] for entry in trainer.state.log_history if "nitp/loss" in entry]
+    assert course[0] > 0.3
+    assert course[-1] < 0.2
+    assert abs(found[1.0] / found[0.0] - 1) < 0.02
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
