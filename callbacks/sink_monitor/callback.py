@@ -95,9 +95,12 @@ class SinkMonitorCallback(HfplugCallback):
     def _mark(self, stack: nn.Module, args: Any) -> None:
         # Noted on the call, where the recomputation and other threads find it. Whether gradients are enabled cannot be
         # asked later: reentrant checkpointing disables them inside the layers.
-        measured = self._due and torch.is_grad_enabled() if stack.training else self.config.evaluate
         call = self.scope.current
-        if call is not None and measured:
+        if call is None:
+            return
+        in_training = self._due and torch.is_grad_enabled()
+        in_evaluation = self.config.evaluate and call.past == 0  # not the single tokens of a generation
+        if in_training if stack.training else in_evaluation:
             call.memo[self] = True
 
     def _observing(self, get_interface: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,9 +83,9 @@ class HfplugCallback(TrainerCallback, ExportableState):
     Attributes:
         critical: a callback that guards the training (stop on NaN) sets it: then its errors do end the run.
         state_attributes: names of attributes restored by ``resume_from_checkpoint``, whether or not
-            ``restore_callback_states_from_checkpoint`` is set. Values are what JSON holds, plus tensors (bit for bit, at
-            any depth of lists and dicts, restored on the CPU), ``MAX_STATE_BYTES`` in all. They are part of
-            trainer_state.json; anything larger belongs in a file of its own, written in ``on_save``.
+            ``restore_callback_states_from_checkpoint`` is set. Set them in ``__init__``. Values are what JSON holds, plus
+            tensors (bit for bit, at any depth of lists and dicts, restored on the CPU), ``MAX_STATE_BYTES`` in all. They
+            are part of trainer_state.json; anything larger belongs in a file of its own, written in ``on_save``.
         config: the options.
         ledger: for every other change to the model or to a registry; undone with the hooks.
         model: the model being trained, without DDP or compile wrappers (a ``PeftModel`` stays one); ``None`` before and

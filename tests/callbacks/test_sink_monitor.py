@@ -460,6 +460,28 @@ def test_generation_and_reference_forwards_are_not_measured():
     assert logs[0]
 
 
+def test_evaluations_are_measured_on_request_but_decoding_is_not():
+    from transformers import TrainerCallback
+
+    class Decode(TrainerCallback):
+        def on_prediction_step(self, args, state, control, model=None, **kwargs):
+            cache = model(input_ids=torch.tensor([[1, 5, 9]]), use_cache=True).cache
+            model(input_ids=torch.tensor([[7]]), cache=cache)
+
+    found = []
+    for others in ([], [Decode()]):
+        callback = SinkMonitorCallback(evaluate=True, value_norm=False)
+        trainer = models.tiny_trainer(models.tiny_llama(), [callback, *others], eval_strategy="steps", eval_steps=4)
+        with hfplug_warnings() as warnings:
+            trainer.train()
+        assert not warnings
+        found.append([set(e) for e in trainer.state.log_history])
+    assert found[0] == found[1]
+    names = {"sink/mass/layer_00", "sink/mass/layer_01"}
+    assert names <= found[0][0]
+    assert {f"eval_{name}" for name in names} <= found[0][2]
+
+
 def test_another_model_with_the_same_configuration_object_is_not_measured():
     from transformers import LlamaForCausalLM
 
