@@ -15,17 +15,16 @@ import dataclasses
 import functools
 import inspect
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
+from hfplug.auxiliary import depend, hide, restore, save
 from hfplug.calls import Call, CallScope, call_scope
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.ledger import Ledger
@@ -140,50 +139,6 @@ class LossTerm:
     _differentiated = False  # whether that forward builds a graph
 
 
-# -- the auxiliary module -----------------------------------------------------------------------------------------------
-
-
-def _hide(auxiliary: nn.Module, name: str) -> None:
-    """Keep a module out of the state dict of whatever holds it, and out of the missing keys when one is loaded."""
-
-    def strip(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key in [k for k in state if prefix and k.startswith(prefix)]:
-            del state[key]
-
-    def excuse(module: nn.Module, keys: Any) -> None:
-        keys.missing_keys[:] = [k for k in keys.missing_keys if name not in k.split(".")]
-
-    auxiliary.register_state_dict_post_hook(strip)
-    auxiliary.register_load_state_dict_post_hook(excuse)
-
-
-def _write_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        safetensors.torch.save_file(tensors, part, metadata)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-class _Depend(torch.autograd.Function):
-    """Returns ``hidden``; in the graph it also depends on ``total``, which gets no gradient this way.
-
-    DDP looks for unused parameters by walking the graph from what the model returns. The term is added to the loss later,
-    so without this its parameters would be taken for unused, and reduced before they have a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, total: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 # -- attaching ----------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +218,7 @@ class _Attached(TermHandle):
                 return None
             found = term.compute(self.inputs, call)
             self.terms.append(found)
-            return _depend(output, found.total) if self.ddp and found.total.requires_grad else None
+            return depend(output, found.total) if self.ddp and found.total.requires_grad else None
 
         ledger.hook(stack, "forward_pre", enter)
         # Its own stream of random numbers: dropout and the order of the data stay those of the run without the term.
@@ -273,7 +228,7 @@ class _Attached(TermHandle):
         if auxiliary is not None:
             device = list(stack.parameters())[-1].device
             auxiliary.to(device).train(self.model.training).requires_grad_(True)
-            _hide(auxiliary, self.name)
+            hide(auxiliary, self.name)
             ledger.add_module(self.model, self.name, auxiliary)
             self.auxiliary = auxiliary
         ledger.hook(stack, "forward", leave)  # after the hooks of setup, whose captures it needs
@@ -367,27 +322,13 @@ class _Attached(TermHandle):
 
     def _wrap__save_optimizer_and_scheduler(self, stock: Any, output_dir: str, *args: Any, **kwargs: Any) -> Any:
         if self.auxiliary is not None and self.trainer.args.should_save:
-            state = {k: v.detach().cpu().contiguous() for k, v in self.auxiliary.state_dict().items()}
-            _write_file(state, Path(output_dir) / self._file, {"format": "pt", "hfplug": self.term.method})
+            save(self.auxiliary, Path(output_dir) / self._file, {"hfplug": self.term.method})
         return stock(output_dir, *args, **kwargs)
 
     def _wrap__load_from_checkpoint(self, stock: Any, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> Any:
         found = stock(resume_from_checkpoint, *args, **kwargs)
         if self.auxiliary is not None:
-            path = Path(resume_from_checkpoint) / self._file
-            if not path.is_file():
-                raise ConfigError(
-                    f"resume_from_checkpoint={str(resume_from_checkpoint)!r} holds no {self._file}: it was written without "
-                    f"the loss term {self.term.method!r}, or with save_only_model=True; resume without the term, or start anew"
-                )
-            stored = safetensors.torch.load_file(path)
-            has, needs = ({k: tuple(v.shape) for k, v in s.items()} for s in (stored, self.auxiliary.state_dict()))
-            if has != needs:
-                raise ConfigError(
-                    f"{path.name} of {str(resume_from_checkpoint)!r} does not fit the loss term {self.term.method!r} as "
-                    f"configured now: it holds {has}, needed is {needs}"
-                )
-            self.auxiliary.load_state_dict(stored)
+            restore(self.auxiliary, Path(resume_from_checkpoint) / self._file, f"the loss term {self.term.method!r}")
         return found
 
     # -- events
@@ -420,16 +361,6 @@ class _Watch(TrainerCallback):
         if not self.attached.ended:
             # Only the model: taking callbacks out of the list that is being walked would skip one.
             self.attached._leave_model()
-
-
-def _depend(output: Any, total: Tensor) -> Any:
-    hidden = _Depend.apply(first_tensor(output), total)  # type: ignore[no-untyped-call]
-    if isinstance(output, Tensor):
-        return hidden
-    if hasattr(output, "last_hidden_state"):
-        output.last_hidden_state = hidden
-        return output
-    return (hidden, *output[1:])
 
 
 def _refuse(trainer: Any, term: LossTerm) -> None:

@@ -15,12 +15,12 @@ from transformers import Trainer, TrainerCallback
 
 import hfplug
 import hfplug.losses
+from hfplug import auxiliary
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.losses.nitp.config import NITPConfig
 from hfplug.losses.nitp.loss import NITPLoss
 from hfplug.metrics import relay_class
 from hfplug.positions import token_pairs
-from hfplug.seams import loss as seam
 from hfplug.seams.loss import LossTerm, Term
 from hfplug.testing.loss import LossContract, assert_unchanged, one_step, snapshot
 from hfplug.testing.models import PadTo, tiny_llama, tiny_lm_dataset, tiny_trainer
@@ -436,7 +436,7 @@ def test_forwards_without_gradient_do_not_count_in_training():
 def test_depend_gives_the_graph_an_edge_and_no_gradient():
     x, p = torch.randn(2, 3, requires_grad=True), torch.randn(3, requires_grad=True)
     total = (x.detach() * p).sum()
-    hidden = seam._depend((x * 1, "rest"), total)
+    hidden = auxiliary.depend((x * 1, "rest"), total)
     assert hidden[1] == "rest"
     assert torch.equal(hidden[0], x)
     seen, nodes = set(), [hidden[0].grad_fn]
@@ -463,11 +463,13 @@ def test_b52_a_file_of_another_shape_is_refused(tmp_path):
 
 def test_a_failed_write_leaves_the_former_file(tmp_path, monkeypatch):
     path = tmp_path / "hfplug_aux_nitp.safetensors"
-    seam._write_file({"a": torch.ones(2)}, path, {})
+    module = nn.Linear(2, 1)
+    auxiliary.save(module, path, {})
     former = path.read_bytes()
-    monkeypatch.setattr(seam.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    nn.init.zeros_(module.weight)
+    monkeypatch.setattr(auxiliary.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        seam._write_file({"a": torch.zeros(2)}, path, {})
+        auxiliary.save(module, path, {})
     assert path.read_bytes() == former
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
