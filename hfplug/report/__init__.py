@@ -65,8 +65,13 @@ def _loss(run: Run, images: _Images) -> Panel:
     title = "Loss"
     train, evaluation, term = run.curve("loss"), run.curve("eval_loss"), run.curve("nitp/loss")
     if not train and not evaluation:
-        return Panel(title, "The run logged neither a training nor an evaluation loss (logging_steps, eval_strategy).")
+        why = "The run logged neither a training nor an evaluation loss (logging_steps, eval_strategy)."
+        if bad := run.left_out("loss", "eval_loss"):
+            why = f"None of the {bad} logged losses is finite: training diverged."
+        return Panel(title, why)
     text = "Mean loss per token over training."
+    if bad := run.left_out("loss", "eval_loss", "nitp/loss"):
+        text += f" {bad} logged values are not finite and cannot be drawn: training diverged."
     if not evaluation:
         text += " There is no held-out curve: the run did not evaluate (eval_strategy)."
     if term:

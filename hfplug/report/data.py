@@ -121,6 +121,11 @@ class Run:
         steps = sorted(points)
         return Curve(tuple(steps), tuple(points[step] for step in steps))
 
+    def left_out(self, *keys: str) -> int:
+        """How many logged values under ``keys`` :meth:`curve` leaves out because they are not finite."""
+        values = (entry[key] for entry in self.history for key in keys if key in entry)
+        return sum(isinstance(value, float) and not math.isfinite(value) for value in values)
+
     def by_layer(self, prefix: str) -> LayerSeries | None:
         """The curves logged as ``<prefix>NN`` (NN the layer index), or None where there are none."""
         import numpy as np
@@ -239,6 +244,8 @@ def _read_utilisation(places: list[Path]) -> Utilisation | str:
         return "The adapter holds no utilisation statistics: the run did not use the ulora tuner."
     if not any(steps):
         return "The utilisation statistics are still at their start value: no optimiser step was counted."
+    if not any(np.isfinite(row).any() for row in rows.values()):
+        return "The utilisation statistics are not finite: training diverged."
     layers = sorted({layer for layer, _ in rows})
     modules = list(dict.fromkeys(module for _, module in rows))
     values = np.full((len(layers), len(modules), max(row.size for row in rows.values())), np.nan)

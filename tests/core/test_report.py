@@ -327,6 +327,17 @@ def test_adapters_without_statistics_say_why(run_dir, tensors, sentence):
     assert not (path.parent / "utilisation.png").exists()
 
 
+def test_a_diverged_run_is_said_to_have_diverged(run_dir):
+    entries = [{"step": 0, "eval_loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}]
+    (run_dir / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
+    save_file(adapter(VALUES * np.nan), run_dir / "adapter_model.safetensors")
+    text = page_of(write_report(run_dir)).text
+    assert "1 logged values are not finite" in text
+    assert "The utilisation statistics are not finite: training diverged." in text
+    (run_dir / "trainer_state.json").write_text(json.dumps({"log_history": entries[2:]}))
+    assert "None of the 1 logged losses is finite" in page_of(write_report(run_dir)).text
+
+
 def test_broken_adapter_file_says_why(run_dir):
     (run_dir / "adapter_model.safetensors").write_bytes(b"not safetensors")
     assert "could not be read" in page_of(write_report(run_dir)).text
