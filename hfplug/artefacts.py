@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from hfplug.errors import MissingPluginError, UnsupportedError
@@ -66,6 +66,30 @@ def is_local_path(name: str) -> bool:
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute() or name.startswith((".", "~", "\\")):
         return True
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None
+
+
+_BEGIN, _END = "<!-- hfplug: begin -->", "<!-- hfplug: end -->"
+
+
+def update_card(path: Path, stored: Mapping[str, Any], load_example: str, options: Mapping[str, Any]) -> None:
+    """Write the hfplug section into a model card and take local paths out of its metadata; repeating it changes nothing.
+
+    A folder of the machine that trained says nothing to a reader and fails the hub's validation of ``base_model``
+    (huggingface/transformers#33922), so an unnamed base model is left out and said.
+    """
+    from huggingface_hub import ModelCard
+
+    card, notes = ModelCard.load(path), []
+    base = card.data.get("base_model")
+    if isinstance(base, str) and is_local_path(base):
+        del card.data.base_model
+        card.data.tags = [tag for tag in card.data.get("tags") or [] if base not in tag]
+        card.text = card.text.replace(base, "a local folder")
+        notes.append("The base model was loaded from a local folder, so it is not named here; name it before publishing.")
+    head, _, rest = card.text.partition(_BEGIN)
+    section = card_section(stored, load_example, options, notes)
+    card.text = f"{head.rstrip()}\n\n{_BEGIN}\n{section}{_END}\n{rest.partition(_END)[2].lstrip()}"
+    card.save(path)
 
 
 def card_section(stored: Mapping[str, Any], load_example: str, options: Mapping[str, Any], notes: Iterable[str] = ()) -> str:

@@ -48,6 +48,7 @@ UPSTREAM = (
     Upstream("peft.mapping:PEFT_TYPE_TO_CONFIG_MAPPING", "tuner seam", _PEFT_API),
     Upstream("peft.mapping:PEFT_TYPE_TO_TUNER_MAPPING", "tuner seam", _PEFT_API),
     Upstream("peft.mapping:PEFT_TYPE_TO_PREFIX_MAPPING", "tuner seam", _PEFT_API),
+    Upstream("peft.peft_model:PeftModel.create_or_update_model_card", "tuner seam", _PEFT_API, ("output_dir",)),
     Upstream("peft.config:PeftConfigMixin.from_json_file", "tuner seam", _PEFT_API, ("path_json_file",)),
     Upstream(
         "peft.tuners.tuners_utils:BaseTuner._create_and_replace", "tuner seam", _PEFT_API,

@@ -14,6 +14,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import peft
@@ -91,6 +92,10 @@ class PluginConfig(PeftConfig):
             value = getattr(self, name)
             if isinstance(value, list):
                 setattr(self, name, set(value))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As PEFT's, with sets as sorted lists: the same adapter gives the same file."""
+        return {k: sorted(v) if isinstance(v, set) else v for k, v in super().to_dict().items()}
 
 
 class PluginTuner(BaseTuner):
@@ -291,6 +296,14 @@ def activate(ledger: Ledger) -> None:
         return loaded
 
     ledger.set_attr(PeftConfigMixin, "from_json_file", classmethod(from_json_file))
+    stock_card: Any = peft.PeftModel.create_or_update_model_card
+
+    @functools.wraps(stock_card)
+    def create_or_update_model_card(self: Any, output_dir: str) -> None:
+        stock_card(self, output_dir)
+        _write_card(self.peft_config, Path(output_dir) / "README.md")
+
+    ledger.set_attr(peft.PeftModel, "create_or_update_model_card", create_or_update_model_card)
 
 
 def _register(ledger: Ledger, entry: Entry) -> None:
@@ -305,6 +318,19 @@ def _register(ledger: Ledger, entry: Entry) -> None:
     key = PluginPeftType(name.upper())
     for mapping, value in zip(_MAPPINGS, (config, tuner, tuner.prefix), strict=True):
         ledger.register(getattr(peft.mapping, mapping), key, value, what="PEFT type")
+
+
+_LOAD = """import hfplug
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER_OR_REPOSITORY")"""
+
+
+def _write_card(configs: Mapping[str, Any], path: Path) -> None:
+    config = next((c for c in configs.values() if isinstance(c, PluginConfig)), None)
+    if config is not None and config.hfplug is not None:
+        options = {k: v for k, v in config.to_dict().items() if k not in config.hidden_options and v is not None}
+        artefacts.update_card(path, config.hfplug, _LOAD, options)
 
 
 def _check_loaded(loaded: Mapping[str, Any]) -> None:
