@@ -209,8 +209,8 @@ class _Attached(TermHandle):
             # Only the forwards of compute_loss count, and of those in training only the ones that will be differentiated:
             # a reference model's or a metric's forward runs without gradients.
             term._differentiated = torch.is_grad_enabled()
-            if module is stack and self.inputs is not None and term._differentiated == self.model.training:
-                term._call = self.scope.current
+            counts = module is stack and self.inputs is not None and term._differentiated == self.model.training
+            term._call = self.scope.current if counts else None
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             call, term._call = term._call, None

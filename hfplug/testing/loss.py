@@ -40,7 +40,9 @@ def _difference(a: Any, b: Any) -> float:
     """Largest absolute difference of two models' parameters, which must have the same names."""
     ours, theirs = dict(a.named_parameters()), dict(b.named_parameters())
     assert ours.keys() == theirs.keys(), f"different parameters: {sorted(ours.keys() ^ theirs.keys())}"
-    return max(float((ours[name] - theirs[name]).detach().abs().max()) for name in ours)
+    apart = [float((ours[name] - theirs[name]).detach().abs().max()) for name in ours]
+    assert all(map(math.isfinite, apart)), "parameters are not finite"  # max() would pass over a NaN
+    return max(apart)
 
 
 def _logs(trainer: Any, key: str) -> list[float]:

@@ -243,6 +243,13 @@ def test_start_step_is_the_stock_run_until_then():
     assert runs["now"][0] > runs["stock"][0] + 0.1
 
 
+def test_virtual_tokens_are_left_out():
+    call = Call({"inputs_embeds": torch.zeros(1, 7, 2), "attention_mask": torch.ones(1, 7)}, training=True)
+    inputs = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.tensor([[5, 6, -100, 8]])}
+    assert token_pairs(call, inputs, "labels").tolist() == [[False, False, False, True, False, True]]
+    assert token_pairs(call, inputs, "all").tolist() == [[False, False, False, True, True, True]]
+
+
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
 def test_virtual_tokens_of_peft_are_no_positions(kind):
     logged = []
