@@ -474,6 +474,13 @@ def test_a_failed_write_leaves_the_former_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
+def test_the_namespace_offers_what_a_term_needs():
+    assert {"add", "LossTerm", "Term", "TermHandle", "NITPLoss", "NITPConfig"} <= set(dir(hfplug.losses))
+    assert hfplug.losses.LossTerm is LossTerm
+    with pytest.raises(AttributeError, match="did you mean 'NITPLoss'"):
+        hfplug.losses.NITPLos  # noqa: B018
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 
