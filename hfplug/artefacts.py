@@ -81,11 +81,13 @@ def update_card(path: Path, stored: Mapping[str, Any], load_example: str, option
 
     card, notes = ModelCard.load(path), []
     base = card.data.get("base_model")
-    if isinstance(base, str) and is_local_path(base):
+    if isinstance(base, str) and (is_local_path(base) or Path(base).is_dir()):
         del card.data.base_model
-        card.data.tags = [tag for tag in card.data.get("tags") or [] if base not in tag]
-        card.text = card.text.replace(base, "a local folder")
-        notes.append("The base model was loaded from a local folder, so it is not named here; name it before publishing.")
+        card.data.tags = [tag for tag in card.data.get("tags") or [] if not tag.startswith("base_model:")]
+        if len(base) > 2 and set(base) & set("/\\"):  # not "" or ".", which stand everywhere in a text
+            card.text = card.text.replace(base, "a local folder")
+        where = "loaded from a local folder" if base else "built in memory"
+        notes.append(f"The base model was {where}, so it is not named here; name it before publishing.")
     head, _, rest = card.text.partition(_BEGIN)
     section = card_section(stored, load_example, options, notes)
     card.text = f"{head.rstrip()}\n\n{_BEGIN}\n{section}{_END}\n{rest.partition(_END)[2].lstrip()}"

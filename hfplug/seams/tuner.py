@@ -10,6 +10,7 @@ a built-in type. Never subclass ``LoraConfig``: such an adapter reloads as plain
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,7 @@ from peft.config import PeftConfig, PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
+from transformers.integrations.peft import PeftAdapterMixin
 
 from hfplug import artefacts
 from hfplug.errors import ConfigError, HfplugError, nearest, one_line
@@ -113,22 +115,56 @@ class PluginTuner(BaseTuner):
         if "method" in vars(cls):
             cls.prefix = f"{cls.method}_"
 
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(m, self.tuner_layer_cls) and adapter_name in m._all_available_adapter_names() for m in model.modules()):
+            raise ConfigError(
+                f"{self.method}: the model already has an adapter {adapter_name!r}, whose weights would be initialised again; "
+                "choose another adapter_name, or delete that one first"
+            )
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+
     def check_target(self, config: Any, key: str, target: nn.Module) -> None:
         """Refuse a target module by raising; called before anything is changed."""
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As PEFT's, but every check runs first: a refused adapter leaves the model and its other adapters as they were."""
+        """As PEFT's, but an adapter that is refused, at whichever module, leaves the model and its other adapters as before."""
         config = self.peft_config[adapter_name]
-        stored: Any = getattr(model, "peft_config", None)
-        former = set(stored) if isinstance(stored, dict) else set()
+        trainable = [(p, p.requires_grad) for p in model.parameters()]
         try:
             if config.target_modules not in (None, "all-linear"):
                 self._check_targets(model, config)
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except Exception:
-            if adapter_name not in former:
-                self.peft_config.pop(adapter_name, None)
+            self.peft_config.pop(adapter_name, None)
+            self._take_back(model, adapter_name)
+            for parameter, requires_grad in trainable:
+                parameter.requires_grad_(requires_grad)
             raise
+        if adapter_name == "ref" and config is self.peft_config.get("default"):
+            self._copy_buffers(model, "default", "ref")
+
+    def _take_back(self, model: nn.Module, adapter_name: str) -> None:
+        for name, layer in list(model.named_modules()):
+            if not isinstance(layer, self.tuner_layer_cls):
+                continue
+            if set(layer._all_available_adapter_names()) <= {adapter_name}:
+                parent, _, child = name.rpartition(".")
+                model.get_submodule(parent)._modules[child] = layer.base_layer
+            else:
+                layer.delete_adapter(adapter_name)
+
+    @staticmethod
+    def _copy_buffers(model: nn.Module, source: str, target: str) -> None:
+        # TRL's trainers keep the reference of a trained adapter as a second adapter "ref" made from the same config object,
+        # and copy the parameters into it by name, but no buffers: the reference would not be the policy it starts from.
+        buffers = dict(model.named_buffers())
+        for name, value in buffers.items():
+            parts = name.split(".")
+            for place in {len(parts) - 1, len(parts) - 2}:
+                if parts[place] == source:
+                    twin = buffers.get(".".join([*parts[:place], target, *parts[place + 1 :]]))
+                    if twin is not None:
+                        twin.copy_(value)
 
     def _check_targets(self, model: nn.Module, config: Any) -> None:
         from peft.tuners.tuners_utils import NoMatchingPeftModuleError
@@ -170,17 +206,26 @@ class PluginTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        cls.check_keys(model, adapter_name, set(remapped))
+        return remapped
+
+    @classmethod
+    def check_keys(cls, model: nn.Module, adapter_name: str, loaded: set[str]) -> None:
+        """Refuse a checkpoint with tensors the adapter does not have, or without some it has.
+
+        Raises:
+            ConfigError: naming the first such tensor.
+        """
         own = re.compile(rf"(^|\.){re.escape(cls.prefix)}")
         known = {k for k in model.state_dict() if own.search(k)}
-        if unknown := sorted(k for k in remapped if own.search(k) and k not in known):
+        if unknown := sorted(k for k in loaded if own.search(k) and k not in known):
             raise ConfigError(
                 f"the checkpoint has {len(unknown)} tensors that this {cls.method} adapter does not, first {unknown[0]!r}"
                 f"{nearest(unknown[0], known)}; was it saved with another configuration or version?"
             )
         needed = {k for k in known if re.search(rf"\.{re.escape(adapter_name)}(\.[^.]+)?$", k)}
-        if missing := sorted(needed - set(remapped)):
+        if missing := sorted(needed - loaded):
             raise ConfigError(f"the checkpoint lacks {len(missing)} tensors of this {cls.method} adapter, first {missing[0]!r}")
-        return remapped
 
 
 # -- optimizer -------------------------------------------------------------------------------------------------------
@@ -304,6 +349,16 @@ def activate(ledger: Ledger) -> None:
         _write_card(self.peft_config, Path(output_dir) / "README.md")
 
     ledger.set_attr(peft.PeftModel, "create_or_update_model_card", create_or_update_model_card)
+    stock_load: Any = PeftAdapterMixin.load_adapter
+    signature = inspect.signature(stock_load)
+
+    @functools.wraps(stock_load)
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        info = stock_load(self, *args, **kwargs)
+        _check_loading_info(self, signature.bind(self, *args, **kwargs).arguments.get("adapter_name") or "default", info)
+        return info
+
+    ledger.set_attr(PeftAdapterMixin, "load_adapter", load_adapter)
 
 
 def _register(ledger: Ledger, entry: Entry) -> None:
@@ -315,6 +370,9 @@ def _register(ledger: Ledger, entry: Entry) -> None:
             raise HfplugError(f"{cls!r} must be a subclass of hfplug.seams.tuner.{base.__name__}")
         if getattr(cls, "method", None) != name:
             raise HfplugError(f"{cls.__name__}.method={getattr(cls, 'method', None)!r} must be {name!r}")
+    taken = {prefix: peft_type for peft_type, prefix in peft.mapping.PEFT_TYPE_TO_PREFIX_MAPPING.items()}
+    if tuner.prefix in taken:
+        raise HfplugError(f"the parameter prefix {tuner.prefix!r} of {tuner.__name__} already belongs to {taken[tuner.prefix]!r}")
     key = PluginPeftType(name.upper())
     for mapping, value in zip(_MAPPINGS, (config, tuner, tuner.prefix), strict=True):
         ledger.register(getattr(peft.mapping, mapping), key, value, what="PEFT type")
@@ -331,6 +389,15 @@ def _write_card(configs: Mapping[str, Any], path: Path) -> None:
     if config is not None and config.hfplug is not None:
         options = {k: v for k, v in config.to_dict().items() if k not in config.hidden_options and v is not None}
         artefacts.update_card(path, config.hfplug, _LOAD, options)
+
+
+def _check_loading_info(model: Any, adapter_name: str, info: Any) -> None:
+    # transformers loads adapters by a path of its own and prints a table of what did not fit; the model would go on with it.
+    config = model.peft_config[adapter_name]
+    if isinstance(config, PluginConfig):
+        cls: type[PluginTuner] = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+        loaded = (set(model.state_dict()) - set(info.missing_keys)) | set(info.unexpected_keys)
+        cls.check_keys(model, adapter_name, loaded)
 
 
 def _check_loaded(loaded: Mapping[str, Any]) -> None:

@@ -7,8 +7,11 @@ from torch import nn
 
 
 def normalised(z: torch.Tensor, eps: float) -> torch.Tensor:
-    """``z / (rms(z) + eps)`` over the last dimension, so that the gate does not depend on the scale of ``A``."""
-    return z / (z.square().mean(-1, keepdim=True).sqrt() + eps)
+    """``z / (rms(z) + eps)`` over the last dimension, so that the gate does not depend on the scale of ``A``.
+
+    A code of exact zeros (a padding token whose embedding is zero) has the gradient ``1 / eps``, not the NaN of ``sqrt`` at 0.
+    """
+    return z / (z.square().mean(-1, keepdim=True).clamp(min=torch.finfo(z.dtype).tiny).sqrt() + eps)
 
 
 def context_mean(

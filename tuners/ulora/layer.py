@@ -65,7 +65,9 @@ class ULoraLayer(nn.Module, BaseTunerLayer):
                 f"ulora: {key!r} is a {type(base).__name__}; supported: nn.Linear, Conv1D and quantised linears known to PEFT"
             )
         self.in_features, self.out_features = _get_in_out_features(base)
-        self.ulora_A, self.ulora_B, self.ulora_gate = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
+        self.ulora_A: Any = nn.ModuleDict()  # Any: what a ModuleDict holds is a Module to mypy, not a Linear
+        self.ulora_B: Any = nn.ModuleDict()
+        self.ulora_gate = nn.ModuleDict()
         self.ulora_dropout = nn.ModuleDict()
         self.ulora_ema, self.ulora_steps = ExactBuffers(), ExactBuffers()
         self.ulora_config: dict[str, ULoraConfig] = {}
@@ -131,10 +133,13 @@ class ULoraLayer(nn.Module, BaseTunerLayer):
                 f"ulora: {self.ulora_key!r} was called with an input of {z.dim()} dimensions; "
                 "the gate needs (batch, tokens, features)"
             )
+        with torch.autocast(z.device.type, enabled=False):  # which would put the gate and the counts of tokens in bfloat16
+            return self._gated(name, z if z.dtype == torch.float64 else z.float(), features)
+
+    def _gated(self, name: str, z: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         config, state = self.ulora_config[name], self.ulora_state
         scope = state.scope if state is not None else None
         call = scope.current if scope is not None else None
-        z = z if z.dtype == torch.float64 else z.float()
         code = normalised(z, config.gate_eps)
         valid, restarts, past = None, None, None
         if call is not None and call.length:

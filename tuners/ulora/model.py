@@ -41,21 +41,12 @@ class ULoraModel(PluginTuner):
                 "of a token is not defined; remove it from target_modules (exclude_modules helps)"
             )
 
-    def _create_and_replace(
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        **kwargs: Any,
-    ) -> None:
-        super()._create_and_replace(peft_config, adapter_name, target, target_name, parent, current_key, **kwargs)
-        layer = getattr(parent, target_name)
-        if layer.ulora_state is None:
-            layer.ulora_state = self._state()
-            layer.ulora_state.layers.append(layer)
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        for layer in model.modules():
+            if isinstance(layer, ULoraLayer) and layer.ulora_state is None:
+                layer.ulora_state = self._state()
+                layer.ulora_state.layers.append(layer)
 
     def _state(self) -> ModelState:
         stack = token_stack(self.model)

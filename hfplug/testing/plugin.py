@@ -1,0 +1,14 @@
+"""The pytest plugin: makes failures inside the contract kit readable. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("hfplug.testing.tuner", "hfplug.testing.loss", "hfplug.testing.callback")
+
+
+def pytest_configure(config: Any) -> None:
+    """Declare the marker the kit uses, so that ``--strict-markers`` accepts it in a stranger's project."""
+    config.addinivalue_line("markers", "slow: takes more than about 20 s")
