@@ -157,8 +157,12 @@ def main() -> None:
 
     say("Model and data")
     model_path = resolve_model(content["model_name_or_path"])
+    import datasets
     from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    datasets.disable_progress_bars()  # one bar is enough: the training's
+    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     data = make_data(content, tokenizer)
     console.print(f"{model_label(content['model_name_or_path'])}; {data}")

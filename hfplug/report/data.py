@@ -218,6 +218,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 _EMA_KEY = re.compile(r"^(?P<path>.+)\.ulora_ema(?:\.[\w-]+)?$")
+# The order in which a decoder layer uses its projections; others come after them, by name.
+_FLOW = {name: i for i, name in enumerate(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))}
 _STEPS_KEY = re.compile(r"\.ulora_steps(?:\.[\w-]+)?$")
 
 
@@ -247,7 +249,7 @@ def _read_utilisation(places: list[Path]) -> Utilisation | str:
     if not any(np.isfinite(row).any() for row in rows.values()):
         return "The utilisation statistics are not finite: training diverged."
     layers = sorted({layer for layer, _ in rows})
-    modules = list(dict.fromkeys(module for _, module in rows))
+    modules = sorted({module for _, module in rows}, key=lambda name: (_FLOW.get(name, len(_FLOW)), name))
     values = np.full((len(layers), len(modules), max(row.size for row in rows.values())), np.nan)
     for (layer, module), row in rows.items():
         values[layers.index(layer), modules.index(module), : row.size] = row

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["THEMES", "Theme", "draw_loss", "draw_sink", "draw_utilisation", "require_matplotlib", "save"]
 
 _DPI = 160
+_MARKED_POINTS = 60
 _WIDTH = 9.2  # inches; the page shows figures at 920 px at most
 
 
@@ -80,11 +81,10 @@ def draw_loss(theme: Theme, train: Curve, evaluation: Curve, extra: Curve, train
     _style(axis, theme)
     axis.set_ylabel("loss (nats per token)")
     if train:
-        axis.plot(train.steps, train.values, color=theme.lines[0], lw=1.8, marker="o", ms=3.2, label=train_label)
+        _line(axis, theme, train, 0, marker="o", ms=3.2, label=train_label)
     if evaluation:
-        axis.plot(evaluation.steps, evaluation.values, color=theme.lines[1], lw=1.8, ls=(0, (5, 1.5)), marker="D", ms=6,
-                  mec=theme.surface, mew=1, label="held-out")  # fmt: skip
-        _end_labels(axis, evaluation, theme.lines[1])
+        _line(axis, theme, evaluation, 1, marker="D", ms=6, mec=theme.surface, label="held-out", ls=(0, (5, 1.5)))
+        _end_labels(axis, theme, evaluation, 1)
     axis.margins(x=0.03, y=0.16)
     axis.legend(loc="upper right", frameon=False, labelcolor=theme.ink, ncols=2, handlelength=2.6)
     last = axis
@@ -93,9 +93,9 @@ def draw_loss(theme: Theme, train: Curve, evaluation: Curve, extra: Curve, train
         last = figure.add_subplot(grid[1], sharex=axis)
         _style(last, theme)
         last.set_ylabel(extra_label)
-        last.plot(extra.steps, extra.values, color=theme.lines[2], lw=1.8, marker="s", ms=3.2)
+        _line(last, theme, extra, 2, marker="s", ms=3.2)
         last.margins(y=0.25)
-        _end_labels(last, extra, theme.lines[2])
+        _end_labels(last, theme, extra, 2)
     last.set_xlabel("optimiser step")
     last.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels()
@@ -226,7 +226,7 @@ def _style_bar(bar: Any, theme: Theme, label: str) -> None:
     if isinstance(bar.norm, LogNorm):
         bar.set_ticks(_ratio_ticks(bar.norm))
     bar.ax.minorticks_off()
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.4g}"))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
     bar.set_label(label)
     _style_ticks(bar.ax, theme)
@@ -256,13 +256,22 @@ def _step_ticks(axis: Axes, steps: Sequence[int]) -> None:
     axis.set_xticks(columns, [str(steps[column]) for column in columns])
 
 
-def _end_labels(axis: Axes, curve: Curve, colour: str) -> None:
+def _line(axis: Axes, theme: Theme, curve: Curve, colour: int, *, marker: str, **style: Any) -> None:
+    """A curve; its points are marked as long as they can be told apart."""
+    shown = marker if len(curve.steps) <= _MARKED_POINTS else ""
+    axis.plot(curve.steps, curve.values, color=theme.lines[colour], lw=1.8, marker=shown, **style)
+
+
+def _end_labels(axis: Axes, theme: Theme, curve: Curve, colour: int) -> None:
     """Write the first and the last value at their points: the two numbers a reader looks for."""
+    from matplotlib.patheffects import withStroke
+
     ends = [0, -1] if len(curve.steps) > 1 else [-1]
     for end in ends:
         axis.annotate(
-            f"{curve.values[end]:.3g}", (curve.steps[end], curve.values[end]), xytext=(0, 8), color=colour,
-            textcoords="offset points", ha="left" if end == 0 else "right", fontsize=9.5, fontweight="bold",
+            f"{curve.values[end]:.3g}", (curve.steps[end], curve.values[end]), xytext=(0, 8),
+            color=theme.lines[colour], textcoords="offset points", ha="left" if end == 0 else "right", fontsize=9.5,
+            fontweight="bold", zorder=5, path_effects=[withStroke(linewidth=3, foreground=theme.surface)],
         )  # fmt: skip
 
 
