@@ -262,3 +262,16 @@ def test_a_call_inside_a_call_gives_the_outer_one_back(joined):
         seen.clear()
         model.train(training)(input_ids=IDS)
         assert seen == [None, 2, 5]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_inside_a_forward_is_still_a_recomputation(use_reentrant):
+    model = checkpointed(use_reentrant)
+    scope = call_scope(model)
+    scope.join("test")
+    seen, losses = [], []
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: seen.append((scope.current.length, scope.recompute)))
+    losses.append(model(input_ids=IDS[:, :3], labels=IDS[:, :3]).loss)
+    model.model.embed_tokens.register_forward_hook(lambda *_: losses and losses.pop().backward())
+    model(input_ids=IDS)
+    assert seen == [(3, False), (3, True), (5, False)]
