@@ -269,7 +269,7 @@ def _end_labels(axis: Axes, theme: Theme, curve: Curve, colour: int) -> None:
     ends = [0, -1] if len(curve.steps) > 1 else [-1]
     for end in ends:
         axis.annotate(
-            f"{curve.values[end]:.3g}", (curve.steps[end], curve.values[end]), xytext=(0, 8),
+            f"{curve.values[end]:.2f}" if 0.1 <= abs(curve.values[end]) < 100 else f"{curve.values[end]:.3g}", (curve.steps[end], curve.values[end]), xytext=(0, 8),
             color=theme.lines[colour], textcoords="offset points", ha="left" if end == 0 else "right", fontsize=9.5,
             fontweight="bold", zorder=5, path_effects=[withStroke(linewidth=3, foreground=theme.surface)],
         )  # fmt: skip

@@ -230,6 +230,8 @@ def _exp(value: float | None) -> float | None:
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, list):
+        return " + ".join(_text(item) for item in value)
     return "" if value is None else str(value)
 
 
