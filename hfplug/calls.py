@@ -19,8 +19,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 _ATTRIBUTE = "_hfplug_calls"
@@ -36,10 +37,11 @@ class Call:
         past: number of tokens the cache held when the call began.
         batch, length: shape of the chunk.
         training: whether the stack was in training mode.
+        grad: whether gradients were recorded when the call began (inside a reentrant checkpoint they are not).
         memo: scratch space of the methods, living as long as the call (and, under checkpointing, its recomputation).
     """
 
-    __slots__ = ("attention_mask", "batch", "cache", "length", "memo", "past", "position_ids", "training")
+    __slots__ = ("attention_mask", "batch", "cache", "grad", "length", "memo", "past", "position_ids", "training")
 
     def __init__(self, arguments: dict[str, Any], training: bool) -> None:
         tokens = arguments.get("input_ids")
@@ -52,6 +54,7 @@ class Call:
         length_of_cache = getattr(self.cache, "get_seq_length", None)
         self.past = int(length_of_cache()) if length_of_cache is not None else 0
         self.training = training
+        self.grad = torch.is_grad_enabled()
         self.memo: dict[Any, Any] = {}
         self.attention_mask = self._mask(arguments.get("attention_mask"))
         self.position_ids = self._positions(arguments.get("position_ids"))

@@ -104,7 +104,8 @@ class PluginTuner(BaseTuner):
     """Base of every tuner of a plugin: one layer class for linear modules, checks with clear errors, strict loading.
 
     Subclasses set ``method`` (also the parameter prefix, with an underscore) and ``tuner_layer_cls``, whose constructor is
-    ``(base_layer, adapter_name, config, key)`` and which has ``update_layer(adapter_name, config)``.
+    ``(base_layer, adapter_name, config, key)`` and which has ``update_layer(adapter_name, config)``. Its name must contain
+    "Linear": by that PEFT finds it again when a second adapter says ``target_modules="all-linear"``.
     """
 
     method: ClassVar[str]

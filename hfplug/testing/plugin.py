@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("hfplug.testing.tuner", "hfplug.testing.loss", "hfplug.testing.callback")
+pytest.register_assert_rewrite("hfplug.testing.tuner", "hfplug.testing.tuner_files", "hfplug.testing.loss", "hfplug.testing.callback")
 
 
 def pytest_configure(config: Any) -> None:

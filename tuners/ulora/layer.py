@@ -39,7 +39,7 @@ class ExactBuffers(BufferDict):
         return self
 
 
-class ULoraLayer(nn.Module, BaseTunerLayer):
+class ULoraLinear(nn.Module, BaseTunerLayer):
     """``W0·x + s·B(util ⊙ A·x)`` for ``nn.Linear``, GPT-2's ``Conv1D`` and PEFT's quantised linears.
 
     Shapes: input ``(batch, tokens, in_features)``; the code and the utilisation are ``(batch, tokens, r)``, computed in
@@ -159,7 +159,7 @@ class ULoraLayer(nn.Module, BaseTunerLayer):
         if call is not None and scope is not None and not scope.recompute:
             if not bidirectional:
                 call.memo.setdefault("ulora", {})[self.ulora_key, name] = (total.detach(), count.detach())
-            if self.training and torch.is_grad_enabled():
+            if self.training and call.grad:
                 self._collect(name, u.detach(), call)
         return u + config.ema_weight * (self.ulora_ema[name].to(u.dtype) - u)
 

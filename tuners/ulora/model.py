@@ -9,7 +9,7 @@ from torch import nn
 from hfplug.calls import call_scope, token_stack
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.seams.tuner import PluginTuner
-from hfplug.tuners.ulora.layer import ULoraLayer
+from hfplug.tuners.ulora.layer import ULoraLinear
 from hfplug.tuners.ulora.state import ModelState
 
 _ATTRIBUTE = "_hfplug_ulora"
@@ -19,7 +19,7 @@ class ULoraModel(PluginTuner):
     """Adapts the linear modules of a model with U-LoRA; made by ``get_peft_model(model, ULoraConfig(...))``."""
 
     method = "ulora"
-    tuner_layer_cls = ULoraLayer
+    tuner_layer_cls = ULoraLinear
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         causal = peft_config.task_type == "CAUSAL_LM" or type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
@@ -44,7 +44,7 @@ class ULoraModel(PluginTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         for layer in model.modules():
-            if isinstance(layer, ULoraLayer) and layer.ulora_state is None:
+            if isinstance(layer, ULoraLinear) and layer.ulora_state is None:
                 layer.ulora_state = self._state()
                 layer.ulora_state.layers.append(layer)
 
