@@ -266,10 +266,10 @@ def _end_labels(axis: Axes, theme: Theme, curve: Curve, colour: int) -> None:
     """Write the first and the last value at their points: the two numbers a reader looks for."""
     from matplotlib.patheffects import withStroke
 
-    ends = [0, -1] if len(curve.steps) > 1 else [-1]
-    for end in ends:
+    for end in [0, -1] if len(curve.steps) > 1 else [-1]:
+        value = curve.values[end]
         axis.annotate(
-            f"{curve.values[end]:.2f}" if 0.1 <= abs(curve.values[end]) < 100 else f"{curve.values[end]:.3g}", (curve.steps[end], curve.values[end]), xytext=(0, 8),
+            f"{value:.2f}" if 0.1 <= abs(value) < 100 else f"{value:.3g}", (curve.steps[end], value), xytext=(0, 8),
             color=theme.lines[colour], textcoords="offset points", ha="left" if end == 0 else "right", fontsize=9.5,
             fontweight="bold", zorder=5, path_effects=[withStroke(linewidth=3, foreground=theme.surface)],
         )  # fmt: skip

@@ -170,7 +170,8 @@ def test_page_shows_every_panel_fact_and_answer(written):
     for expected in (
         "SmolLM2-135M-Instruct with ulora", "Loss", "Use of the low-rank directions", "Attention sink", "Sample answers",
         "3.100", "2.600", "22.2", "13.5", "469,440", "0.35 %", "135 million", "1 min 1 s", "1 min 30 s", "20 steps",
-        "What is a slice?", "Bread.", "A range of items.", "Other.", "torch 2.13.0", "from hfplug 0.1", "r 4, target_modules q_proj + v_proj",
+        "What is a slice?", "Bread.", "A range of items.", "Other.", "torch 2.13.0", "from hfplug 0.1",
+        "r 4, target_modules q_proj + v_proj",
         "the language reference",
     ):  # fmt: skip
         assert expected in page.text, expected
