@@ -115,7 +115,7 @@ class LossTerm:
 
         def keep(hooked: nn.Module, args: Any, output: Any) -> None:
             # No call when the stack is not running: gradient checkpointing recomputes in backward, after it has returned.
-            if self._call is None or hooked is not module:
+            if self._call is None:
                 return
             value = first_tensor(output)
             if self._differentiated and not detach and not torch.is_grad_enabled():
@@ -207,14 +207,14 @@ class _Attached(TermHandle):
 
         def enter(module: nn.Module, args: Any) -> None:
             # Only the forwards of compute_loss count, and of those in training only the ones that will be differentiated:
-            # a reference model's or a metric's forward runs without gradients.
+            # a reference's or a metric's forward runs without gradients. A deepcopy of the model has these hooks too.
             term._differentiated = torch.is_grad_enabled()
             counts = module is stack and self.inputs is not None and term._differentiated == self.model.training
             term._call = self.scope.current if counts else None
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             call, term._call = term._call, None
-            if call is None or self.inputs is None or module is not stack:
+            if call is None or self.inputs is None:
                 return None
             found = term.compute(self.inputs, call)
             self.terms.append(found)

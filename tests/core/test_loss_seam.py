@@ -23,7 +23,7 @@ from hfplug.metrics import relay_class
 from hfplug.positions import token_pairs
 from hfplug.seams.loss import LossTerm, Term
 from hfplug.testing.loss import LossContract, assert_unchanged, one_step, snapshot
-from hfplug.testing.models import PadTo, tiny_llama, tiny_lm_dataset, tiny_trainer
+from hfplug.testing.models import PadTo, recording_tracker, tiny_llama, tiny_lm_dataset, tiny_trainer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,11 +177,13 @@ def test_the_term_is_the_mean_over_the_window_whatever_the_stock_loss_is(name):
     assert (added[1] - added[0]).abs().max() <= 1e-6
 
 
-def test_compute_loss_func_is_followed():
+@pytest.mark.parametrize("accepts", [True, False])
+def test_compute_loss_func_is_followed(accepts):
     logs = []
     for on in (False, True):
         trainer = tiny_trainer(tiny_llama(), **one_step(per_device_train_batch_size=2, gradient_accumulation_steps=4))
         trainer.compute_loss_func = summed
+        trainer.model_accepts_loss_kwargs = accepts
         if on:
             hfplug.losses.add(trainer, Toy(ToyConfig(weight=0.5)))
         trainer.train()
@@ -306,13 +308,15 @@ def test_random_streams_are_those_of_the_stock_run():
 
 
 def test_metrics_arrive_when_the_trainer_was_built_before_hfplug_was_imported():
-    trainer = tiny_trainer(tiny_llama(), **one_step())
+    tracker = recording_tracker()()
+    trainer = tiny_trainer(tiny_llama(), [tracker], **one_step())
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [c for c in callbacks if not isinstance(c, relay_class())]
     before = list(callbacks)
     handle = hfplug.losses.add(trainer, "nitp")
     trainer.train()
     assert "nitp/loss" in trainer.state.log_history[0]
+    assert "nitp/loss" in tracker.seen[0]
     handle.undo()
     assert callbacks == before
 
@@ -430,7 +434,8 @@ def test_forwards_without_gradient_do_not_count_in_training():
         hfplug.losses.add(each, "nitp")
         each.train()
     assert torch.equal(weights(plain), weights(twice))
-    assert plain.state.log_history[0]["nitp/loss"] == twice.state.log_history[0]["nitp/loss"]
+    for key in ("loss", "nitp/loss"):
+        assert plain.state.log_history[0][key] == twice.state.log_history[0][key]
 
 
 def test_depend_gives_the_graph_an_edge_and_no_gradient():
@@ -461,13 +466,15 @@ def test_b52_a_file_of_another_shape_is_refused(tmp_path):
         second.train(resume_from_checkpoint=True)
 
 
-def test_a_failed_write_leaves_the_former_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["os.fsync", "Path.replace"])
+def test_a_failed_write_leaves_the_former_file(step, tmp_path, monkeypatch):
     path = tmp_path / "hfplug_aux_nitp.safetensors"
     module = nn.Linear(2, 1)
     auxiliary.save(module, path, {})
     former = path.read_bytes()
     nn.init.zeros_(module.weight)
-    monkeypatch.setattr(auxiliary.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    module_name, _, name = step.partition(".")
+    monkeypatch.setattr(getattr(auxiliary, module_name), name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         auxiliary.save(module, path, {})
     assert path.read_bytes() == former

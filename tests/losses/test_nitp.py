@@ -136,6 +136,14 @@ def test_cosine_is_taken_in_fp32_under_bf16_autocast():
     assert found.total.item() == pytest.approx(exact.sum().item(), rel=1e-6)
 
 
+def test_a_bf16_model_without_autocast():
+    trainer = tiny_trainer(tiny_llama().bfloat16(), **one_step())
+    hfplug.losses.add(trainer, "nitp")
+    trainer.train()
+    assert 0.5 < trainer.state.log_history[0]["nitp/loss"] < 1.5
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
 # -- in a model ---------------------------------------------------------------------------------------------------------
 
 
