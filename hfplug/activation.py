@@ -32,14 +32,14 @@ _ledgers: dict[str, Ledger] = {}
 def install() -> None:
     """Install the post-import hooks, once."""
     for trigger, seam in SEAMS:
-        wrapt.register_post_import_hook(_hook(seam), trigger)
-        wrapt.register_post_import_hook(_hook(seam), seam)
+        wrapt.register_post_import_hook(_hook(seam, trigger), trigger)
+        wrapt.register_post_import_hook(_hook(seam, seam), seam)
 
 
-def _hook(seam: str):  # type: ignore[no-untyped-def]
+def _hook(seam: str, imported: str):  # type: ignore[no-untyped-def]
     def run(_module: ModuleType) -> None:
         loaded = sys.modules.get(seam)
-        if loaded is not None and getattr(loaded.__spec__, "_initializing", False):
+        if imported != seam and loaded is not None and getattr(loaded.__spec__, "_initializing", False):
             return  # the seam itself imported the trigger; the hook on the seam runs when it is complete
         try:
             activate(seam)
@@ -54,10 +54,11 @@ def _hook(seam: str):  # type: ignore[no-untyped-def]
 
 def activate(seam: str) -> None:
     """Run ``activate(ledger)`` of a seam module once per process; if it raises, nothing of it stays."""
+    module = importlib.import_module(seam)  # the first import of a seam activates it by its own hook
     if seam not in _ledgers:
         ledger = Ledger(seam)
         with ledger.transaction():
-            importlib.import_module(seam).activate(ledger)
+            module.activate(ledger)
         _ledgers[seam] = ledger
 
 

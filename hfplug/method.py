@@ -87,7 +87,7 @@ class Method:
         if not isinstance(self.kind, Kind):
             raise ConfigError(
                 f"Method.kind={self.kind!r} of {self.name!r} is not one of {[f'Kind.{k.name}' for k in Kind]}"
-                f"{nearest(self.kind, list(Kind))}"
+                f"{nearest(self.kind, [k.value for k in Kind])}"
             )
         for attribute in ("target", "config", *range(len(self.exports))):
             dotted = self.exports[attribute] if isinstance(attribute, int) else getattr(self, attribute)
