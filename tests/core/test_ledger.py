@@ -417,3 +417,27 @@ def test_a_copied_ledger_does_not_undo_what_exists_once() -> None:
     assert (cls.plain, module.f, calls) == (1, 1, [])  # type: ignore[attr-defined]
     ledger.undo()
     assert (cls.plain, hasattr(module, "f"), calls) == (["plain"], False, [None])  # type: ignore[attr-defined]
+
+
+def test_a_second_ledger_on_a_copied_slot_may_be_undone_last() -> None:
+    model, ledger, other = Model(), Ledger("t"), Ledger("other")
+    ledger.set_attr(model, "forward", lambda x: x)
+    twin, twin_ledger = copy.deepcopy((model, ledger))
+    other.set_attr(twin, "forward", lambda x: 2 * x)
+    twin_ledger.undo()
+    assert twin.forward(2) == 4
+    other.undo()
+    assert "forward" not in vars(twin)
+    ledger.undo()
+
+
+def test_what_was_there_first_is_read_anew_after_everything_was_undone() -> None:
+    thing, ledger = Thing(), Ledger("t")
+    ledger.set_attr(thing, "own", 1)
+    held = list(changes.slots.values())  # as the traceback of an error may hold it
+    ledger.undo()
+    thing.own = "meanwhile"  # type: ignore[assignment]
+    ledger.set_attr(thing, "own", 2)
+    ledger.undo()
+    assert thing.own == "meanwhile"
+    assert held
