@@ -86,7 +86,10 @@ def registries() -> dict[str, Any]:
 
     found: dict[str, Any] = {"callbacks": list(trainer.DEFAULT_CALLBACKS)}
     for name, table in (("attention", ALL_ATTENTION_FUNCTIONS), ("mask", ALL_MASK_ATTENTION_FUNCTIONS)):
-        found[name] = (dict(table), sorted(vars(table)))
+        # Against a fresh table, not only against before: what an earlier test left behind would be there before, too.
+        patched = sorted(vars(table).keys() - vars(type(table)()).keys())
+        assert not patched, f"{type(table).__name__} was left with its own {patched}"
+        found[name] = dict(table)
     return found
 
 
