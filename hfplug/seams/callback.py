@@ -157,8 +157,10 @@ class HfplugCallback(TrainerCallback, ExportableState):
             LedgerError: torch has no such kind.
             HfplugError: no training is running.
         """
-        # Outside the token stack (an output head) nothing is recomputed, and a scope has no call to tell it by.
-        once = kind.startswith("forward") and any(m is module for m in self.scope.stack.modules())
+        # Outside the token stack (an output head) nothing is recomputed, and a scope has no call to tell it by; nor is the
+        # stack itself, whose call has ended when its own forward hooks run.
+        stack = self.scope.stack
+        once = kind.startswith("forward") and module is not stack and any(m is module for m in stack.modules())
 
         def observe(*args: Any, **hook_kwargs: Any) -> None:
             if not (once and self._scope is not None and self._scope.recompute):

@@ -9,11 +9,12 @@ a built-in type. Never subclass ``LoraConfig``: such an adapter reloads as plain
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
 from hfplug import artefacts
-from hfplug.errors import ConfigError, HfplugError, nearest, one_line
+from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest, one_line
 from hfplug.ledger import Ledger
 from hfplug.method import Kind
 from hfplug.options import build
@@ -202,6 +203,13 @@ class PluginTuner(BaseTuner):
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
+    @contextlib.contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # PEFT drops adapter_names= in silence for tuners without such hooks: every row would go through the active adapter.
+        if kwargs.get("adapter_names") is not None:
+            raise UnsupportedError(f"{self.method}: adapter_names= (another adapter for each row) is not supported")
+        yield
+
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Any]
@@ -371,6 +379,9 @@ def _register(ledger: Ledger, entry: Entry) -> None:
             raise HfplugError(f"{cls!r} must be a subclass of hfplug.seams.tuner.{base.__name__}")
         if getattr(cls, "method", None) != name:
             raise HfplugError(f"{cls.__name__}.method={getattr(cls, 'method', None)!r} must be {name!r}")
+    if "Linear" not in tuner.tuner_layer_cls.__name__:
+        name = tuner.tuner_layer_cls.__name__
+        raise HfplugError(f"the layer class {name} must have 'Linear' in its name: PEFT finds layers of 'all-linear' by it")
     taken = {prefix: peft_type for peft_type, prefix in peft.mapping.PEFT_TYPE_TO_PREFIX_MAPPING.items()}
     if tuner.prefix in taken:
         raise HfplugError(f"the parameter prefix {tuner.prefix!r} of {tuner.__name__} already belongs to {taken[tuner.prefix]!r}")

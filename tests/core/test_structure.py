@@ -207,7 +207,7 @@ class ToyConfig(PluginConfig):
     scale: float = 0.5
 
 
-class ToyLayer(nn.Module, BaseTunerLayer):
+class ToyLinear(nn.Module, BaseTunerLayer):
     adapter_layer_names = ("toy_bias",)
 
     def __init__(self, base_layer, adapter_name, config, key):
@@ -229,7 +229,7 @@ class ToyLayer(nn.Module, BaseTunerLayer):
 
 class ToyModel(PluginTuner):
     method = "toy"
-    tuner_layer_cls = ToyLayer
+    tuner_layer_cls = ToyLinear
 '''
 TOY_USE = """
 import tempfile, torch, hfplug
