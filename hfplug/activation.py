@@ -6,6 +6,7 @@ already was), the seam registers every method of its kind, writing through a led
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -39,10 +40,12 @@ def install() -> None:
 def _hook(seam: str, imported: str):  # type: ignore[no-untyped-def]
     def run(_module: ModuleType) -> None:
         loaded = sys.modules.get(seam)
-        if imported != seam and loaded is not None and getattr(loaded.__spec__, "_initializing", False):
-            return  # the seam itself imported the trigger; the hook on the seam runs when it is complete
         try:
-            activate(seam)
+            if loaded is None:
+                importlib.import_module(seam)  # activated by its own hook, so that a failure is said once
+            elif imported == seam or not getattr(loaded.__spec__, "_initializing", False):
+                activate(seam)
+            # else the seam itself imported the trigger; the hook on the seam runs when it is complete
         except Exception as error:
             # The user imported transformers or peft, perhaps for something else: that import must succeed.
             if strict():
@@ -64,8 +67,9 @@ def activate(seam: str) -> None:
 
 def deactivate() -> None:
     """Take every name hfplug registered out of Hugging Face again, for tests and notebooks."""
-    for seam in list(_ledgers):
-        _ledgers.pop(seam).undo()
+    with contextlib.ExitStack() as undone:  # one that fails does not keep the others from it
+        for seam in list(_ledgers):
+            undone.callback(_ledgers.pop(seam).undo)
 
 
 def active() -> tuple[str, ...]:

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
+
+from packaging.utils import canonicalize_name
 
 from hfplug.errors import MissingPluginError, UnsupportedError
 from hfplug.plugins import Entry, catalogue
 
 KEY = "hfplug"
 FORMAT = 1
+_PART = r"\w([\w.-]*\w)?"
+_HUB_ID = re.compile(rf"{_PART}(/{_PART})?", re.ASCII)
+_WANTED = re.compile(rf"{_PART}>=[\w.!+-]+", re.ASCII)
 
 
 def record(entry: Entry) -> dict[str, Any]:
@@ -32,7 +37,9 @@ def record(entry: Entry) -> dict[str, Any]:
 
 def install_line(stored: Mapping[str, Any]) -> str:
     """The ``pip install`` line for what a record names."""
-    return f'pip install "{stored.get("distribution", "?")}>={stored.get("version", "?")}"'
+    wanted = f"{stored['distribution']}>={stored['version']}"
+    # The record comes out of a downloaded file, and the line is one a user is told to run in a shell.
+    return f'pip install "{wanted}"' if _WANTED.fullmatch(wanted) else f"nothing that can be installed by name: {wanted!r}"
 
 
 def check_record(stored: Mapping[str, Any], what: str) -> None:
@@ -43,18 +50,23 @@ def check_record(stored: Mapping[str, Any], what: str) -> None:
         what: the artefact, for the message.
 
     Raises:
-        MissingPluginError: the plugin is not installed, is disabled, or failed to load (the cause is given).
+        MissingPluginError: the plugin is not installed, is disabled, failed to load (the cause is given), or another
+            distribution provides the name here; or the record is damaged.
         UnsupportedError: the record was written by a newer format than this hfplug reads.
     """
-    if not isinstance(stored, Mapping) or not {"plugin", "distribution", "version"} <= set(stored):
+    keys = ("plugin", "distribution", "version")
+    whole = isinstance(stored, Mapping) and all(isinstance(stored.get(k), str) for k in keys)
+    if not whole or not isinstance(stored.get("format", 1), int):
         raise MissingPluginError(f"{what} carries a damaged hfplug record: {stored!r}")
-    if int(stored.get("format", 1)) > FORMAT:
+    if stored.get("format", 1) > FORMAT:
         raise UnsupportedError(f"{what} uses record format {stored['format']}, this hfplug reads up to {FORMAT}; upgrade hfplug")
     name, found = stored["plugin"], catalogue()
-    if name in found.entries:
-        return
-    broken = next((p.cause for p in found.problems if name in (p.method, p.source.plugin)), None)
+    broken, entry = found.why_not(name), found.entries.get(name)
     state = f"it is installed but not usable: {broken}" if broken else "it is not installed here, or is disabled"
+    if entry is not None:
+        if canonicalize_name(entry.source.distribution) == canonicalize_name(stored["distribution"]):
+            return
+        state = f"here {name!r} is provided by {entry.source}, which is another plugin: disable or uninstall it"
     raise MissingPluginError(
         f"{what} was written by the hfplug plugin {name!r} of {stored['distribution']} {stored['version']}; {state}. "
         f"To load it: {install_line(stored)}"
@@ -62,10 +74,11 @@ def check_record(stored: Mapping[str, Any], what: str) -> None:
 
 
 def is_local_path(name: str) -> bool:
-    """Whether a model name is a path of some machine rather than a hub id (``org/name`` or ``name``)."""
-    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).is_absolute() or name.startswith((".", "~", "\\")):
-        return True
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None
+    """Whether a model name is a path of some machine rather than a hub id (``org/name`` or ``name``).
+
+    A name that reads like a hub id is a path if there is such a folder: that is what ``from_pretrained`` loads.
+    """
+    return _HUB_ID.fullmatch(name) is None or Path(name).is_dir()
 
 
 _BEGIN, _END = "<!-- hfplug: begin -->", "<!-- hfplug: end -->"
@@ -81,7 +94,7 @@ def update_card(path: Path, stored: Mapping[str, Any], load_example: str, option
 
     card, notes = ModelCard.load(path), []
     base = card.data.get("base_model")
-    if isinstance(base, str) and (is_local_path(base) or Path(base).is_dir()):
+    if isinstance(base, str) and is_local_path(base):
         del card.data.base_model
         card.data.tags = [tag for tag in card.data.get("tags") or [] if not tag.startswith("base_model:")]
         if len(base) > 2 and set(base) & set("/\\"):  # not "" or ".", which stand everywhere in a text

@@ -32,8 +32,9 @@ class UnsupportedError(HfplugError, NotImplementedError):
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the closest of ``known``, or an empty string."""
-    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    spelled = {str(k).lower(): str(k) for k in known}  # a name in the wrong case is the nearest there is
+    found = difflib.get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
+    return f" (did you mean {spelled[found[0]]!r}?)" if found else ""
 
 
 def one_line(error: BaseException) -> str:

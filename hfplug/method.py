@@ -6,7 +6,6 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
 
 from hfplug.errors import ConfigError, nearest
@@ -76,7 +75,7 @@ class Method:
     summary: str
     paper: Paper
     requires: tuple[str, ...] = ()
-    capabilities: Mapping[str, bool | str] = field(default_factory=dict)
+    capabilities: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
     limits: tuple[str, ...] = ()
     example: str = ""
     exports: tuple[str, ...] = ()
@@ -89,14 +88,20 @@ class Method:
                 f"Method.kind={self.kind!r} of {self.name!r} is not one of {[f'Kind.{k.name}' for k in Kind]}"
                 f"{nearest(self.kind, [k.value for k in Kind])}"
             )
-        for attribute in ("target", "config", *range(len(self.exports))):
-            dotted = self.exports[attribute] if isinstance(attribute, int) else getattr(self, attribute)
+        for attribute in ("requires", "limits", "exports"):
+            value = getattr(self, attribute)
+            if isinstance(value, str) or not all(isinstance(item, str) for item in value):  # "peft" would be four requirements
+                raise ConfigError(f"Method.{attribute}={value!r} of {self.name!r} must be a tuple of strings")
+            object.__setattr__(self, attribute, tuple(value))
+        places = {"target": self.target, "config": self.config, **{f"exports[{i}]": e for i, e in enumerate(self.exports)}}
+        for where, dotted in places.items():
             if not isinstance(dotted, str) or not _DOTTED.fullmatch(dotted):
-                where = f"exports[{attribute}]" if isinstance(attribute, int) else attribute
                 raise ConfigError(f"Method.{where}={dotted!r} of {self.name!r} must look like 'package.module:Name'")
+        if len(self.public_names) < len(set(places.values())):
+            raise ConfigError(f"Method {self.name!r} offers one name for two objects: {sorted(set(places.values()))}")
         if not isinstance(self.paper, Paper):
             raise ConfigError(f"Method.paper={self.paper!r} of {self.name!r} must be a Paper")
-        object.__setattr__(self, "capabilities", MappingProxyType(dict(self.capabilities)))
+        object.__setattr__(self, "capabilities", dict(self.capabilities))
 
     @property
     def public_names(self) -> dict[str, str]:

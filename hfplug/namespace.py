@@ -7,14 +7,14 @@ from typing import Any
 
 from hfplug.errors import nearest
 from hfplug.method import Kind
-from hfplug.plugins import catalogue, load_dotted
+from hfplug.plugins import Entry, catalogue, load_dotted
 
 
 def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``(__getattr__, __dir__)`` for the package ``module`` of one kind, fed by the catalogue."""
 
-    def names() -> dict[str, str]:
-        return {name: dotted for e in catalogue().of_kind(kind) for name, dotted in e.method.public_names.items()}
+    def names() -> dict[str, tuple[Entry, str]]:
+        return {name: (e, dotted) for e in catalogue().of_kind(kind) for name, dotted in e.method.public_names.items()}
 
     def __getattr__(name: str) -> Any:
         # Import machinery probes dunders and submodules before the catalogue can be read.
@@ -23,7 +23,9 @@ def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Calla
         found = names()
         if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
-        return load_dotted(found[name])
+        entry, dotted = found[name]
+        entry.check()
+        return load_dotted(dotted)
 
     def __dir__() -> list[str]:
         return sorted(names())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hfplug.errors import ConfigError, nearest
@@ -48,21 +51,21 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+_NO = object()
+
+
 def coerce(value: Any, hint: Any, where: str) -> Any:
-    """Return ``value`` if it fits ``hint``; an int is taken where a float is asked, and YAML's ``1e-4`` string too.
+    """Return ``value`` if it fits ``hint``, or what YAML could not say otherwise.
+
+    An int is taken where a float is asked, a list where a tuple or set is asked, and the string YAML 1.1 makes of ``1e-4``
+    where a float is asked. The items of lists, tuples and sets are looked at as well.
 
     Raises:
         ConfigError: it does not fit; names the place, the value and what is allowed.
     """
-    if _fits(value, hint):
-        return value
-    if isinstance(value, str) and (hint is float or float in typing.get_args(hint)):
-        try:  # YAML 1.1 reads 1e-4 (no dot) as a string
-            return float(value)
-        except ValueError:
-            pass
-    if isinstance(value, list) and typing.get_origin(hint) is tuple:
-        return tuple(value)
+    for lenient in (False, True):
+        if (found := _convert(value, hint, lenient)) is not _NO:
+            return found
     quotes = "; YAML reads an unquoted yes or no as a boolean: put it in quotes" if isinstance(value, bool) else ""
     choice = _nearest_choice(value, hint)
     raise ConfigError(f"{where}={value!r} ({type(value).__name__}) is not {describe(hint)}{choice}{quotes}")
@@ -73,26 +76,45 @@ def _nearest_choice(value: Any, hint: Any) -> str:
     return nearest(value, [str(c) for c in choices])
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _convert(value: Any, hint: Any, lenient: bool) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or isinstance(hint, (str, typing.TypeVar)):
-        return True
+    if origin in (typing.Union, types.UnionType):
+        return next((found for a in args if (found := _convert(value, a, lenient)) is not _NO), _NO)
+    if origin in (list, set, frozenset, tuple):
+        return _convert_items(value, origin, args, lenient)
+    if lenient and hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 (no dot) as a string
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            return number if math.isfinite(number) else _NO
+    return value if _fits(value, hint, origin, args) else _NO
+
+
+def _convert_items(value: Any, origin: Any, args: tuple[Any, ...], lenient: bool) -> Any:
+    if not isinstance(value, origin) and not (lenient and isinstance(value, list)):
+        return _NO
+    inner: Iterable[Any] = itertools.repeat(args[0] if args else Any)
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        inner = args
+        if len(value) != len(args):
+            return _NO
+    found = [_convert(v, i, lenient) for v, i in zip(value, inner, strict=False)]
+    if any(f is _NO for f in found):
+        return _NO
+    return value if isinstance(value, origin) and all(f is v for f, v in zip(found, value, strict=True)) else origin(found)
+
+
+def _fits(value: Any, hint: Any, origin: Any, args: tuple[Any, ...]) -> bool:
     if hint is None or hint is type(None):
         return value is None
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, a) for a in args)
     if origin is typing.Literal:
         return any(value == a and type(value) is type(a) for a in args)
-    if origin in (list, set, frozenset, tuple):
-        inner = args[0] if args else Any
-        return isinstance(value, origin) and all(_fits(v, inner) for v in value)
     if origin is not None:
         return isinstance(value, origin) if isinstance(origin, type) else True
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint) if isinstance(hint, type) else True
+    return isinstance(value, hint) if isinstance(hint, type) and hint is not Any else True
 
 
 def describe(hint: Any) -> str:

@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Problem:
     source: Source
     cause: str
     method: str | None = None
+    usable: bool = False  # only slow
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Entry:
                 return f"needs {text}, found {found}"
         return None
 
+    def check(self) -> None:
+        """Raise :class:`~hfplug.errors.PluginError` for the first requirement this environment does not satisfy."""
+        if cause := self.unmet():
+            raise PluginError(f"{self.method.kind} {self.method.name!r} of {self.source} {cause}")
+
 
 @dataclass
 class Catalogue:
@@ -103,13 +109,17 @@ class Catalogue:
         if entry is None:
             known = sorted(n for n, e in self.entries.items() if kind is None or e.method.kind is kind)
             what = f"{kind} " if kind else ""
-            broken = [p for p in self.problems if name in (p.method, p.source.plugin)]
-            why = f"; it was found but not loaded: {broken[0].cause}" if broken else ""
+            cause = self.why_not(name)
+            why = f"; it was found but not loaded: {cause}" if cause else ""
             raise ConfigError(f"unknown {what}method {name!r}{nearest(name, known)}; known: {known}{why}")
         if kind is not None and entry.method.kind is not kind:
             known = sorted(n for n, e in self.entries.items() if e.method.kind is kind)
             raise ConfigError(f"{name!r} is a {entry.method.kind}, not a {kind}; known {kind} methods: {known}")
         return entry
+
+    def why_not(self, name: str) -> str | None:
+        """Why a method or plugin of this name was found but is not usable."""
+        return next((p.cause for p in self.problems if not p.usable and name in (p.method, p.source.plugin)), None)
 
     def of_kind(self, kind: Kind) -> Iterator[Entry]:
         """Entries of one kind, in name order."""
@@ -185,7 +195,7 @@ def discover(found: list[Source]) -> Catalogue:
 
     Raises:
         PluginError: under ``HFPLUG_STRICT=1``, at the first problem.
-        ConfigError: ``HFPLUG_PLUGINS`` names an entry point that is not installed.
+        ConfigError: ``HFPLUG_PLUGINS`` or ``HFPLUG_DISABLE`` names an entry point that is not installed.
     """
     only, blocked = _names("HFPLUG_PLUGINS"), _names("HFPLUG_DISABLE") or set()
     known = {s.plugin for s in found}
@@ -198,27 +208,28 @@ def discover(found: list[Source]) -> Catalogue:
     for source in found:
         if source.plugin in blocked or (only is not None and source.plugin not in only):
             continue
+        heavy = {"torch", "transformers"} - set(sys.modules)
         module = _load(manager, source, result)
-        if module is not None:
-            for method in _declared(manager, module, source, result):
-                _add(method, source, result)
+        if module is None:
+            continue
+        for method in _declared(manager, module, source, result):
+            _add(method, source, result)
+        if imported := sorted(heavy & set(sys.modules)):
+            # Whether it is seen depends on what the process imported before, so it must not decide usability.
+            slow = f"slow: its manifest imports {' and '.join(imported)}; import them inside the method instead"
+            result.problems.append(Problem(source, slow, usable=True))
     return result
 
 
 def _load(manager: pluggy.PluginManager, source: Source, result: Catalogue) -> Any:
-    heavy = {"torch", "transformers"} - set(sys.modules)
     try:
-        module = importlib.import_module(source.value.partition(":")[0])
-        for part in filter(None, source.value.partition(":")[2].split(".")):
-            module = getattr(module, part)
+        module = importlib.metadata.EntryPoint(source.plugin, source.value, GROUP).load()
         manager.register(module, name=f"{source.distribution}:{source.plugin}")
-    except (Exception, SystemExit) as error:  # a plugin's import may do anything; only the user's own interrupt passes
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's import may do anything; only the user's own interrupt passes
         result.refuse(source, one_line(error), error=error)
         return None
-    if imported := sorted(heavy & set(sys.modules)):
-        # Slow, not broken: whether it is seen depends on what the process imported before, so it must not decide usability.
-        slow = f"slow: its manifest imports {' and '.join(imported)}; import them inside the method instead"
-        result.problems.append(Problem(source, slow))
     unknown = [h.name for h in manager.get_hookcallers(module) or [] if not h.has_spec()]
     if unknown:
         hooks = [name for name in vars(hookspecs) if name.startswith("hfplug_")]
@@ -233,22 +244,32 @@ def _declared(manager: pluggy.PluginManager, module: Any, source: Source, result
         result.refuse(source, "implements no hook; a plugin needs '@hookimpl def hfplug_methods()'")
         return []
     try:
-        methods = list(impls[0].function())
-    except (Exception, SystemExit) as error:
+        methods: Any = impls[0].function()
+        methods = [*methods] if isinstance(methods, Iterable) else methods
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         result.refuse(source, one_line(error), error=error)
         return []
-    if wrong := [m for m in methods if not isinstance(m, Method)]:
-        result.refuse(source, f"hfplug_methods() returned {type(wrong[0]).__name__}, expected hfplug.Method")
+    wrong = [m for m in methods if not isinstance(m, Method)] if isinstance(methods, list) else [methods]
+    if wrong:
+        told = f"{wrong[0]!r:.60} ({type(wrong[0]).__name__})"
+        result.refuse(source, f"hfplug_methods() returned {told}, expected a list of hfplug.Method")
         return []
     return methods
 
 
 def _add(method: Method, source: Source, result: Catalogue) -> None:
     clash = result.entries.get(method.name)
+    what = f"{method.kind} {method.name!r}"
+    for other in result.of_kind(method.kind):  # `from hfplug.tuners import Name` must mean one thing
+        taken = [n for n, dotted in method.public_names.items() if other.method.public_names.get(n, dotted) != dotted]
+        if taken and clash is None:
+            clash, what = other, f"the {method.kind} class {taken[0]!r}"
     if clash is None:
         result.entries[method.name] = Entry(method, source)
         return
-    result.refuse(source, f"{method.kind} {method.name!r} is already provided by {clash.source}; {source} is refused", method.name)
+    result.refuse(source, f"{what} is already provided by {clash.source}; {source} is refused", method.name)
 
 
 def load(name: str, kind: Kind | None = None) -> Any:
@@ -259,8 +280,7 @@ def load(name: str, kind: Kind | None = None) -> Any:
         PluginError: a requirement of the method is not met.
     """
     entry = catalogue().get(name, kind)
-    if cause := entry.unmet():
-        raise PluginError(f"{entry.method.kind} {name!r} of {entry.source} {cause}")
+    entry.check()
     return entry.load_target()
 
 
