@@ -46,7 +46,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py --run $(RUN) --model $(MODEL)
 
 test: $(STAMP)
-	PYTHON=$(BIN)/python .ci/pytest -m "not slow" $(PYTEST_ARGS)
+	PYTHON=$(BIN)/python .ci/pytest -m "not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	PYTHON=$(BIN)/python .ci/pytest -m slow $(PYTEST_ARGS)

@@ -101,10 +101,16 @@ def model_contents(model: nn.Module) -> list[Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_left() -> Iterator[None]:
+    import peft  # noqa: F401  switches the seam on, whose own changes stay and are none of these tests'
+    import transformers.trainer  # noqa: F401
+
+    def layered() -> set[tuple[int, str]]:
+        return {(id(slot.target), repr(slot.place)) for slot in changes.slots.values() if slot.layers}
+
+    before = layered()
     yield
     gc.collect()
-    left = [(slot.target, slot.place) for slot in changes.slots.values() if slot.layers]
-    assert not left, f"layers left behind: {left}"
+    assert layered() <= before, "layers left behind"
 
 
 # -- one operation at a time -------------------------------------------------------------------------------------------
