@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("hfplug.testing.tuner", "hfplug.testing.tuner_files", "hfplug.testing.loss", "hfplug.testing.callback")
+pytest.register_assert_rewrite(*(f"hfplug.testing.{name}" for name in ("tuner", "tuner_files", "loss", "callback")))
 
 
 def pytest_configure(config: Any) -> None:
     """Declare the marker the kit uses, so that ``--strict-markers`` accepts it in a stranger's project."""
-    config.addinivalue_line("markers", "slow: takes more than about 20 s")
+    if not any(line.partition(":")[0].strip() == "slow" for line in config.getini("markers")):
+        config.addinivalue_line("markers", "slow: takes more than about 20 s")
