@@ -2,6 +2,8 @@
 PYTHON ?= python3
 MODEL ?= smollm2
 RUN ?= examples/demo.yaml
+# Every test runs on one torch thread: two processes halve the time on two cores.
+WORKERS ?= -n 2 --dist loadfile
 PYTEST_ARGS ?=
 BENCH ?=
 
@@ -46,7 +48,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py --run $(RUN) --model $(MODEL)
 
 test: $(STAMP)
-	PYTHON=$(BIN)/python .ci/pytest -m "not slow" -n 2 --dist loadfile $(PYTEST_ARGS)
+	PYTHON=$(BIN)/python .ci/pytest -m "not slow" $(WORKERS) $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	PYTHON=$(BIN)/python .ci/pytest -m slow $(PYTEST_ARGS)

@@ -102,7 +102,7 @@ def checkout(project: Path) -> Path:
 
 
 def whole(checkout: Path) -> subprocess.CompletedProcess[str]:
-    return run(["bash", ".ci/run"], checkout, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", MAKEFLAGS="")
+    return run(["bash", ".ci/run"], checkout, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", MAKEFLAGS="", WORKERS="")
 
 
 def test_b27_the_whole_run_is_green_only_when_all_is(checkout: Path) -> None:
