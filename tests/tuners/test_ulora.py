@@ -26,7 +26,9 @@ class TestULoraContract(TunerContract):
 # -- the neutral setting is LoRA, bit for bit --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"ema_weight": 0.0}, {"ema_weight": 1.0}, {"lora_dropout": 0.3, "use_rslora": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"ema_weight": 0.0}, {"ema_weight": 1.0}, {"lora_dropout": 0.3, "use_rslora": True}], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_gates_at_rest_it_is_lora_bit_for_bit(kit, family, options):
     ids, shared = kit.ids(), {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
