@@ -31,6 +31,7 @@ class Call:
     """One forward of the token stack.
 
     Attributes:
+        input_ids: ``(batch, tokens)`` int as the stack was given them; ``None`` when it was given embeddings.
         attention_mask: ``(batch, tokens)`` bool, true for real tokens, of *this* chunk; ``None`` when all are real.
         position_ids: ``(batch or 1, tokens)`` int, or ``None`` when the caller gave none.
         cache: the cache object the call was given, or the one it returned once it has ended.
@@ -41,12 +42,11 @@ class Call:
         memo: scratch space of the methods, living as long as the call (and, under checkpointing, its recomputation).
     """
 
-    __slots__ = ("attention_mask", "batch", "cache", "grad", "length", "memo", "past", "position_ids", "training")
+    __slots__ = ("attention_mask", "batch", "cache", "grad", "input_ids", "length", "memo", "past", "position_ids", "training")
 
     def __init__(self, arguments: dict[str, Any], training: bool) -> None:
-        tokens = arguments.get("input_ids")
-        if tokens is None:
-            tokens = arguments.get("inputs_embeds")
+        self.input_ids: torch.Tensor | None = arguments.get("input_ids")
+        tokens = self.input_ids if self.input_ids is not None else arguments.get("inputs_embeds")
         shape: tuple[int, ...] = tuple(tokens.shape) if tokens is not None and tokens.dim() > 1 else (0, 0)
         self.batch, self.length = shape[:2]
         cache = arguments.get("cache")

@@ -53,6 +53,16 @@ def test_token_stack_through_wrappers():
     assert token_stack(torch.nn.Linear(2, 2)).weight.shape == (2, 2)
 
 
+def test_a_call_knows_its_ids_but_not_of_embeddings(joined):
+    model, scope = joined
+    seen = []
+    scope.join("test", lambda call: seen.append((call.input_ids, call.length)))
+    model(input_ids=IDS)
+    model(inputs_embeds=model.get_input_embeddings()(IDS))
+    assert torch.equal(seen[0][0], IDS)
+    assert seen[1] == (None, 5)
+
+
 def test_one_scope_per_model_whoever_asks():
     from peft import LoraConfig, get_peft_model
 
