@@ -101,6 +101,17 @@ def metrics_of(state: Any) -> PendingMetrics:
     return found
 
 
+def add_totals(state: Any, model: Any) -> None:
+    """Log what the modules of a model say of themselves: ``module.hfplug_totals()`` (name -> number), summed over modules."""
+    totals: dict[str, float] = {}
+    for module in model.modules():
+        own = getattr(module, "hfplug_totals", None)
+        for name, value in (own() if own is not None else {}).items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    for name, total in totals.items():
+        metrics_of(state).add(name, total)
+
+
 def deliver(state: Any, logs: dict[str, Any]) -> bool:
     """Move the pending metrics that belong to this log entry into ``logs`` and the last entry of ``log_history``.
 
@@ -138,6 +149,8 @@ def relay_class() -> type[Any]:
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
             metrics_of(state).relayed = True
             if logs is not None:
+                if "loss" in logs and kwargs.get("model") is not None:
+                    add_totals(state, kwargs["model"])
                 deliver(state, logs)
 
         def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -193,7 +193,7 @@ def build_sft_trainer(run: Run) -> Any:
 
     import hfplug.losses
     from hfplug.models import resolve_model
-    from hfplug.seams.tuner import use_optimizer_groups
+    from hfplug.optimization import prepare
 
     model, training, script = (run.arguments[k] for k in ("model", "training", "script"))
     tuner = run.plugins.get("tuner", [])
@@ -226,7 +226,7 @@ def build_sft_trainer(run: Run) -> Any:
     for choice in run.plugins.get("loss", []):
         hfplug.losses.add(trainer, load(choice.name, Kind.LOSS)(choice.config))
     if tuner:
-        use_optimizer_groups(trainer)
+        prepare(trainer)
     return trainer
 
 

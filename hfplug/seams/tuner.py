@@ -13,22 +13,20 @@ import contextlib
 import functools
 import inspect
 import re
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import peft
 import peft.mapping
-import torch
 from peft.config import PeftConfig, PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
-from hfplug import artefacts
+from hfplug import artefacts, optimization
 from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest, one_line
 from hfplug.ledger import Ledger
 from hfplug.method import Kind
@@ -237,110 +235,18 @@ class PluginTuner(BaseTuner):
             raise ConfigError(f"the checkpoint lacks {len(missing)} tensors of this {cls.method} adapter, first {missing[0]!r}")
 
 
-# -- optimizer -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OptimizerGroup:
-    """Parameters of a tuner that want their own learning rate or weight decay.
-
-    Attributes:
-        parameters: the parameters.
-        lr_multiplier: their learning rate divided by the run's.
-        weight_decay: replaces the run's when not ``None``.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
-    lr_multiplier: float = 1.0
-    weight_decay: float | None = None
-
-
-def optimizer_groups(model: Any) -> list[OptimizerGroup]:
-    """The groups the tuner layers of a model ask for (``layer.optimizer_groups()``), equal settings joined."""
-    joined: dict[tuple[float, float | None], list[nn.Parameter]] = {}
-    for module in model.modules():
-        own: Any = getattr(module, "optimizer_groups", tuple)
-        for group in own():
-            trainable = [p for p in group.parameters if p.requires_grad]
-            joined.setdefault((group.lr_multiplier, group.weight_decay), []).extend(trainable)
-    return [OptimizerGroup(tuple(p), lr, decay) for (lr, decay), p in joined.items() if p]
-
-
-def apply_optimizer_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Move the parameters :func:`optimizer_groups` names into groups of their own, in place. Call it before the first step.
-
-    Raises:
-        ConfigError: the optimizer has taken a step already, or does not hold the parameters.
-    """
-    if optimizer.state:
-        raise ConfigError("apply_optimizer_groups: the optimizer has state already; regroup it before the first step")
-    for wanted in optimizer_groups(model):
-        ids = {id(p) for p in wanted.parameters}
-        taken: dict[int, list[nn.Parameter]] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            taken[index] = [p for p in group["params"] if id(p) in ids]
-            group["params"] = [p for p in group["params"] if id(p) not in ids]
-        if sum(map(len, taken.values())) != len(ids):
-            raise ConfigError("apply_optimizer_groups: the optimizer does not hold all trainable parameters of the adapter")
-        for index, params in taken.items():
-            if params:
-                base = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
-                decay = {} if wanted.weight_decay is None else {"weight_decay": wanted.weight_decay}
-                optimizer.add_param_group({**base, **decay, "lr": base["lr"] * wanted.lr_multiplier, "params": params})
-    optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
-    return optimizer
-
-
-def use_optimizer_groups(trainer: Any) -> Ledger:
-    """Make a stock ``Trainer`` build its optimizer with the tuner's groups: one line, before ``train()``."""
-    if trainer.optimizer is not None:
-        apply_optimizer_groups(trainer.optimizer, trainer.model)
-        return Ledger("optimizer_groups")
-    stock, ledger = trainer.create_optimizer, Ledger("optimizer_groups")
-
-    @functools.wraps(stock)
-    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
-        optimizer = stock(*args, **kwargs)
-        apply_optimizer_groups(optimizer, trainer.model)
-        return optimizer
-
-    ledger.set_attr(trainer, "create_optimizer", create_optimizer)
-    return ledger
-
-
-_step_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def watch_optimizer_steps(watcher: Any) -> None:
-    """Call ``watcher.after_optimizer_step(ids)`` after every step of every torch optimizer, for as long as it lives.
-
-    ``ids`` are the ``id`` of the parameters that optimizer holds. A step skipped by a gradient scaler is no step. Works in
-    the ``Trainer``, under accelerate and in a hand-written loop alike, and on all ranks at the same time.
-    """
-    _step_watchers.add(watcher)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _step_watchers:
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for watcher in list(_step_watchers):
-            watcher.after_optimizer_step(ids)
-
-
 # -- entering PEFT -----------------------------------------------------------------------------------------------------
 
 
 def activate(ledger: Ledger) -> None:
     """Register every tuner of the catalogue with PEFT; one that cannot be is reported and left out, the others go on."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     for entry in list(catalogue().of_kind(Kind.TUNER)):
         try:
             with ledger.transaction():
                 _register(ledger, entry)
         except Exception as error:
             catalogue().drop(entry, one_line(error), error)
-    ledger.run(lambda: register_optimizer_step_post_hook(_after_step), lambda handle: handle.remove())
+    optimization.follow_steps(ledger)
     # PEFT and transformers both read adapter_config.json here, before they look the type up and raise a bare KeyError.
     stock: Any = vars(PeftConfigMixin)["from_json_file"].__func__
 
@@ -440,5 +346,3 @@ def tuner_layers(model: nn.Module, method: str) -> Iterable[tuple[str, BaseTuner
     cls = load(method, Kind.TUNER).tuner_layer_cls
     return ((name, module) for name, module in model.named_modules() if isinstance(module, cls))
 
-
-OptimizerStepWatcher = Callable[[set[int]], None]

@@ -147,7 +147,7 @@ class TunerContract(TunerFilesContract):
         import trl
 
         import hfplug
-        from hfplug.seams.tuner import optimizer_groups, use_optimizer_groups
+        from hfplug.optimization import optimizer_groups, prepare
 
         if sft:
             args = trl.SFTConfig(str(tmp_path), max_steps=2, report_to=[], bf16=False, use_cpu=True, disable_tqdm=True)
@@ -157,7 +157,7 @@ class TunerContract(TunerFilesContract):
             )  # fmt: skip
         else:
             trainer = models.tiny_trainer(self.wrap(models.tiny_llama()), max_steps=2, optim="adamw_torch", weight_decay=0.1)
-        use_optimizer_groups(trainer)
+        prepare(trainer)
         trainer.train()
         held = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
         trainable = [id(p) for p in trainer.model.parameters() if p.requires_grad]

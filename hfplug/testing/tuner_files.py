@@ -320,7 +320,7 @@ class TunerFilesContract:
     @pytest.mark.parametrize("adapters", [1, 2])
     def test_b52_resume_is_the_straight_run(self, tmp_path: Path, adapters: int) -> None:
         """4 steps == 2 + resume + 2: weights and statistics of every adapter, bit for bit."""
-        from hfplug.seams.tuner import use_optimizer_groups
+        from hfplug.optimization import prepare
 
         def trainer(folder: str) -> Any:
             model = self.wrap(models.tiny_llama(attention_dropout=0.1), **self.dropout)
@@ -332,7 +332,7 @@ class TunerFilesContract:
                     model.add_adapter("b", self.config())
             args: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "linear"}
             made = models.tiny_trainer(model, output_dir=tmp_path / folder, optim="adamw_torch", **args)
-            use_optimizer_groups(made)
+            prepare(made)
             return made
 
         straight = trainer("straight")

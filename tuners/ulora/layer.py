@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hfplug.calls import Call
 from hfplug.errors import ConfigError, UnsupportedError
-from hfplug.seams.tuner import OptimizerGroup
+from hfplug.optimization import OptimizerGroup
 from hfplug.tuners.ulora.config import ULoraConfig
 from hfplug.tuners.ulora.gate import Gate, context_mean, normalised
 from hfplug.tuners.ulora.state import ModelState

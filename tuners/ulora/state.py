@@ -10,7 +10,7 @@ from transformers.cache_utils import DummyLayer
 
 from hfplug.calls import Call, CallScope
 from hfplug.errors import UnsupportedError
-from hfplug.seams.tuner import watch_optimizer_steps
+from hfplug.optimization import watch_optimizer_steps
 
 Sums = tuple[torch.Tensor, torch.Tensor]
 
