@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 
 import peft
 import peft.mapping
+import torch
 from peft.config import PeftConfig, PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -73,6 +75,9 @@ class PluginConfig(PeftConfig):
     layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "layer indices; None: all"})
     layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "name of the layer list, if unusual"})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "modules trained and saved whole"})
+    merge_quantized: bool = field(
+        default=False, metadata={"help": "allow merging into a quantised base, which rounds the result to its format"}
+    )
     hfplug: dict[str, Any] | None = field(
         default=None, metadata={"help": "which plugin, distribution and version wrote this; filled in, do not set"}
     )
@@ -201,12 +206,87 @@ class PluginTuner(BaseTuner):
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
+    # -- merging ------------------------------------------------------------------------------------------------------
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """As PEFT's; where the base is quantised, a warning says how far the logits moved on a probe."""
+        self._check_merge(adapter_names)
+        with self._measured():
+            super().merge_adapter(adapter_names, safe_merge)
+
+    def _unload_and_optionally_merge(
+        self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        if not merge:
+            return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+        self._check_merge(adapter_names)
+        with self._measured():
+            return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+
+    def _check_merge(self, adapter_names: list[str] | None) -> None:
+        # Every layer before any: a model with half of its layers merged is neither one thing nor the other.
+        self._check_merge_allowed()
+        for name in self.active_adapters if adapter_names is None else adapter_names:
+            for layer in self.model.modules():
+                if isinstance(layer, self.tuner_layer_cls) and name in layer._all_available_adapter_names():
+                    self.check_merge(layer, name)
+
+    def check_merge(self, layer: Any, adapter_name: str) -> None:
+        """Refuse to merge an adapter of a layer by raising; called for every layer before any weight is changed."""
+        if hasattr(layer, "check_merge"):
+            layer.check_merge(adapter_name, self.peft_config[adapter_name])
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        layers = [m for m in self.model.modules() if isinstance(m, self.tuner_layer_cls)]
+        lossy = any(layer.quantization_backend is not None for layer in layers)
+        before = self._probe() if lossy else None
+        yield
+        if lossy:
+            after = self._probe()
+            how = "this model cannot be probed with token ids"
+            if before is not None and after is not None:
+                how = f"on a probe of {before.shape[1]} tokens the logits moved by up to {(after - before).abs().max():.3g}"
+            warnings.warn(f"{self.method}: merged into a quantised base, which rounds the result; {how}", stacklevel=4)
+
+    def _probe(self) -> Any:
+        vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        if vocabulary is None or self.model.get_input_embeddings() is None:
+            return None
+        ids = torch.arange(16, device=self.model.get_input_embeddings().weight.device)[None] * 7919 % vocabulary
+        training = self.model.training
+        try:
+            with torch.no_grad():
+                return getattr(self.model.eval()(input_ids=ids), "logits", None)
+        finally:
+            self.model.train(training)
+
     @contextlib.contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         # PEFT drops adapter_names= in silence for tuners without such hooks: every row would go through the active adapter.
         if kwargs.get("adapter_names") is not None:
             raise UnsupportedError(f"{self.method}: adapter_names= (another adapter for each row) is not supported")
         yield
+
+    @classmethod
+    def to_lora(cls, config: Any, tensors: Mapping[str, torch.Tensor], key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What one module of a saved adapter does at inference, as the factors of a plain LoRA.
+
+        Args:
+            config: the adapter's configuration.
+            tensors: the saved tensors of the module, by name within the layer (``"ulora_A.weight"``).
+            key: the module's name in the base model.
+
+        Returns:
+            ``A`` ``(r, in)`` and ``B`` ``(out, r)`` with all scaling in ``B``, float32 or wider.
+
+        Raises:
+            UnsupportedError: the tuner is not low-rank at inference, saying what can be done instead.
+        """
+        raise UnsupportedError(f"{cls.method} adapters cannot be expressed as a plain LoRA")
+
+    lora_differs: ClassVar[str | None] = None
+    """Why the result of :meth:`to_lora` is an approximation; ``None``: it is exact."""
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

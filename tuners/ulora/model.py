@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from hfplug.calls import call_scope, token_stack
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.seams.tuner import PluginTuner
-from hfplug.tuners.ulora.layer import ULoraLinear
+from hfplug.tuners.ulora.layer import ULoraLinear, mean_factors
 from hfplug.tuners.ulora.state import ModelState
 
 _ATTRIBUTE = "_hfplug_ulora"
@@ -53,6 +55,12 @@ class ULoraModel(PluginTuner):
         if _ATTRIBUTE not in vars(stack):
             vars(stack)[_ATTRIBUTE] = ModelState(call_scope(self.model))
         return vars(stack)[_ATTRIBUTE]
+
+    lora_differs = "the utilisation of each direction depends on the input; its historical mean is used instead"
+
+    @classmethod
+    def to_lora(cls, config: Any, tensors: Mapping[str, torch.Tensor], key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return mean_factors(config, tensors["ulora_A.weight"], tensors["ulora_B.weight"], tensors["ulora_ema"])
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
         stack = token_stack(self.model)
