@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -67,7 +67,7 @@ class TunerFilesContract:
     options: ClassVar[dict[str, Any]] = {}
     dropout: ClassVar[dict[str, Any]] = {}
     merge: ClassVar[dict[str, Any] | None] = None
-    identity_at_init: ClassVar[bool] = True
+    identity_at_init: ClassVar[bool | Literal["evaluation"]] = True
     tolerance: ClassVar[float] = 1e-6
 
     # -- helpers; a subclass may replace them -------------------------------------------------------------------------

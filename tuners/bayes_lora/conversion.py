@@ -1,0 +1,165 @@
+"""A trained LoRA made Bayesian after the fact, without training (TFB, arXiv 2412.05723)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.tuners.bayes_lora.config import BayesLoraConfig
+from hfplug.tuners.bayes_lora.layer import BayesLoraLinear
+from hfplug.tuners.bayes_lora.posterior import posterior
+
+_EPS = 1e-6  # as in TFB: sigma of a direction that B does not use stays finite
+
+
+def from_lora(
+    model: Any,
+    anchors: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    adapter_name: str = "default",
+    sigma: float | None = None,
+    tolerance: float = 0.01,
+    samples: int = 4,
+    iterations: int = 12,
+) -> Any:
+    """Turn a trained LoRA into a bayes_lora adapter whose mean is that LoRA exactly.
+
+    ``B = U·D·Vᵀ``, ``B' = U·D`` and ``A' = Vᵀ·A`` give the same product; row ``i`` of ``A'`` gets the standard deviation
+    ``sigma / (D_i + 1e-6)``, so that every direction is disturbed alike, and ``sigma`` is the largest for which at most
+    ``tolerance`` of the predictions on ``anchors`` change (bisection; TFB). No training, no gradient.
+
+    Args:
+        model: a ``PeftModel`` with a LoRA adapter on linear layers. It is consumed: its LoRA layers are taken out of the base
+            model, which the result stands on.
+        anchors: batches (keyword arguments of the forward) the choice of ``sigma`` is made on; unlabelled. The predictions
+            compared are the arg-max of the logits at every position that ``attention_mask`` does not exclude.
+        adapter_name: which LoRA.
+        sigma: take this one instead of searching.
+        tolerance: share of predictions that may change, in (0, 1).
+        samples: weight samples per trial.
+        iterations: steps of the bisection, each ``samples`` passes over the anchors.
+
+    Returns:
+        a ``PeftModel`` with a bayes_lora adapter of the same name, ``random_factors="A"``, in evaluation mode.
+
+    Raises:
+        ConfigError: neither ``sigma`` nor ``anchors``, a wrong value, or no such adapter.
+        UnsupportedError: an adapter that is not a plain LoRA on linear layers.
+    """
+    import peft
+
+    if (sigma is None) == (anchors is None):
+        raise ConfigError("from_lora: give either anchors=, to choose sigma on, or sigma= itself")
+    if sigma is not None and not sigma > 0:
+        raise ConfigError(f"from_lora: sigma={sigma!r} must be > 0")
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"from_lora: tolerance={tolerance!r} must be in (0, 1)")
+    batches = None if anchors is None else list(anchors)
+    if batches == []:
+        raise ConfigError("from_lora: anchors is empty")
+    config, factors = _lora_factors(model, adapter_name)
+    made = BayesLoraConfig(
+        r=config.r, lora_alpha=config.r, random_factors="A", kl_weight=0.0, task_type=config.task_type,
+        target_modules=sorted(factors), modules_to_save=config.modules_to_save,
+        base_model_name_or_path=config.base_model_name_or_path, revision=config.revision,
+    )  # fmt: skip
+    saved = {n: p.detach().clone() for n, p in model.named_parameters() if f".modules_to_save.{adapter_name}." in n}
+    bayes = peft.get_peft_model(model.unload(), made, adapter_name=adapter_name)
+    bayes.load_state_dict(saved, strict=False)
+    layers = {m.key: m for m in bayes.modules() if isinstance(m, BayesLoraLinear)}
+    directions: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for key, (a, b) in factors.items():
+            u, d, vt = torch.linalg.svd(b, full_matrices=False)
+            layer = layers[key]
+            layer.bayes_lora_A[adapter_name].weight.copy_(vt @ a)
+            layer.bayes_lora_B[adapter_name].weight.copy_(u * d)
+            directions[key] = d
+    bayes.eval()
+
+    def spread(value: float) -> None:
+        for key, layer in layers.items():
+            rho = layer.bayes_lora_rho_A[adapter_name].rho
+            deviation = (value / (directions[key] + _EPS)).clamp(min=1e-30)[:, None].expand(rho.shape)
+            # inverse of softplus: x + log(1 - exp(-x)), without loss at both ends
+            rho.data.copy_(deviation + torch.log(-torch.expm1(-deviation)))
+
+    if sigma is None:
+        assert batches is not None
+        sigma = _largest(spread, lambda: _changed(bayes, batches, samples), tolerance, iterations, directions)
+    spread(sigma)
+    return bayes
+
+
+def _lora_factors(model: Any, adapter_name: str) -> tuple[Any, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """The LoRA's configuration, and by module name ``A`` and ``B`` in float64, scaling in ``B``, all of rank ``config.r``."""
+    from peft.tuners.lora import LoraLayer
+
+    configs = getattr(model, "peft_config", {})
+    if adapter_name not in configs:
+        raise ConfigError(f"from_lora: the model has no adapter {adapter_name!r}; it has {sorted(configs)}")
+    config = copy.copy(configs[adapter_name])
+    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+        raise UnsupportedError(f"from_lora: adapter {adapter_name!r} is of type {config.peft_type}, not LORA")
+    if len(configs) > 1:
+        raise UnsupportedError(f"from_lora: the model has {len(configs)} adapters; delete all but {adapter_name!r}")
+    if config.bias != "none" or getattr(config, "lora_bias", False):
+        raise UnsupportedError("from_lora: a LoRA that trains biases cannot be expressed")
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, layer in model.get_base_model().named_modules():
+        if not isinstance(layer, LoraLayer) or adapter_name not in layer.scaling:
+            continue
+        if adapter_name not in layer.lora_A or not isinstance(layer.lora_A[adapter_name], nn.Linear) or layer.lora_variant:
+            raise UnsupportedError(f"from_lora: {name!r} is not a plain LoRA on a linear layer")
+        a, b = (t[adapter_name].weight.detach().double() for t in (layer.lora_A, layer.lora_B))
+        found[name] = (a, b * layer.scaling[adapter_name])
+    if not found:
+        raise ConfigError(f"from_lora: adapter {adapter_name!r} adapts no module")
+    config.r = max(a.shape[0] for a, _ in found.values())
+    for name, (a, b) in found.items():
+        missing = config.r - a.shape[0]
+        found[name] = (nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing)))
+    return config, found
+
+
+@torch.no_grad()
+def _changed(model: Any, batches: list[Mapping[str, Any]], samples: int) -> float:
+    """Share of the mean's predictions that a sample changes."""
+    changed = total = 0
+    for batch in batches:
+        with posterior(model, "mean"):
+            logits = model(**batch).logits
+        expected, keep = logits.argmax(-1), torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.shape == keep.shape:
+            keep = mask.bool()
+        for index in range(samples):
+            with posterior(model, index):
+                changed += int(((model(**batch).logits.argmax(-1) != expected) & keep).sum())
+            total += int(keep.sum())
+    return changed / total
+
+
+def _largest(
+    spread: Callable[[float], None],
+    changed: Callable[[], float],
+    tolerance: float,
+    iterations: int,
+    directions: Mapping[str, torch.Tensor],
+) -> float:
+    """The largest sigma whose samples change at most ``tolerance`` of the predictions, by bisection of its logarithm."""
+    top = max(float(d.max()) for d in directions.values())
+    if top == 0:
+        raise ConfigError("from_lora: every B is zero, so the adapter was never trained and no noise would change anything")
+    low, high = top * 1e-8, top * 1e3
+    for _ in range(iterations):
+        middle = math.sqrt(low * high)
+        spread(middle)
+        low, high = (middle, high) if changed() <= tolerance else (low, middle)
+    return low

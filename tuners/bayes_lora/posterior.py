@@ -1,0 +1,116 @@
+"""Using the posterior: one coherent weight sample at a time, and what many of them say together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hfplug.errors import ConfigError
+from hfplug.tuners.bayes_lora.layer import BayesLoraLinear
+from hfplug.tuners.bayes_lora.state import ModelState
+
+
+def _state(model: nn.Module) -> ModelState:
+    for module in model.modules():
+        if isinstance(module, BayesLoraLinear) and module.bayes_lora_state is not None:
+            return module.bayes_lora_state
+    raise ConfigError(f"model={type(model).__name__} has no bayes_lora adapter, so it has no posterior to sample from")
+
+
+@contextlib.contextmanager
+def posterior(model: nn.Module, sample: int | Literal["mean"]) -> Iterator[None]:
+    """Evaluate one weight sample, whatever the configuration says, for as long as the block runs.
+
+    Every forward inside meets the same weights: all tokens of a sequence, prefill and decoding steps, beams, a cache carried
+    from one call to the next. One ``generate`` per block is one network's answer::
+
+        for i in range(8):
+            with hfplug.tuners.posterior(model, sample=i):
+                answers.append(model.generate(**inputs))
+
+    Args:
+        model: a model with a bayes_lora adapter, however it was put in.
+        sample: number of the sample (>= 0; with ``config.seed`` it is the seed), or ``"mean"``.
+
+    Raises:
+        ConfigError: the model has no bayes_lora adapter, or ``sample`` is neither.
+    """
+    if sample != "mean" and (isinstance(sample, bool) or not isinstance(sample, int) or sample < 0):
+        raise ConfigError(f"posterior: sample={sample!r} must be an integer >= 0, or 'mean'")
+    state = _state(model)
+    former, state.chosen = state.chosen, sample
+    try:
+        yield
+    finally:
+        state.chosen = former
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """What ``samples`` networks say together. Entropies in nats; shapes without the last dimension of the logits.
+
+    Attributes:
+        mean_probabilities: ``(..., classes)``, the mean of the samples' probabilities, float32 or wider.
+        predictive_entropy: entropy of that mean: all of the uncertainty.
+        expected_entropy: mean of the samples' entropies: what more data would not remove (aleatoric).
+        mutual_information: the difference, ``>= 0``: what the samples disagree about (epistemic).
+        samples: how many.
+    """
+
+    mean_probabilities: torch.Tensor
+    predictive_entropy: torch.Tensor
+    expected_entropy: torch.Tensor
+    mutual_information: torch.Tensor
+    samples: int
+
+
+@torch.no_grad()
+def predictive(
+    model: nn.Module, inputs: Mapping[str, Any], samples: int = 16, *, first_sample: int = 0, last_token: bool = False
+) -> Predictive:
+    """Run ``samples`` weight samples of a model over ``inputs`` and sum up their predictions.
+
+    The model is run in evaluation mode, one sample at a time; the memory is that of one. The mode of the model, and torch's
+    global generator, are left as they were.
+
+    Args:
+        model: a model with a bayes_lora adapter, whose output has ``logits``.
+        inputs: keyword arguments of its forward.
+        samples: number of weight samples, >= 1.
+        first_sample: number of the first one.
+        last_token: keep only the logits of the last position (``(batch, tokens, vocabulary)`` is large).
+
+    Raises:
+        ConfigError: ``samples`` < 1, or the model has no bayes_lora adapter.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ConfigError(f"predictive: samples={samples!r} must be an integer >= 1")
+    modes = [(module, module.training) for module in model.modules()]
+    probabilities: torch.Tensor | None = None
+    entropies: torch.Tensor | None = None
+    model.eval()
+    try:
+        for index in range(first_sample, first_sample + samples):
+            with posterior(model, index):
+                logits = model(**inputs).logits
+            logits = logits[:, -1] if last_token else logits
+            log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+            p = log_p.exp()
+            entropy = -(p * log_p).sum(-1)
+            probabilities = p if probabilities is None else probabilities + p
+            entropies = entropy if entropies is None else entropies + entropy
+    finally:
+        for module, training in modes:
+            module.training = training
+    assert probabilities is not None
+    assert entropies is not None
+    mean, expected = probabilities / samples, entropies / samples
+    total = torch.special.entr(mean).sum(-1)
+    # Jensen's inequality makes it non-negative; rounding does not know that.
+    information = (total - expected).clamp(min=0) if samples > 1 else torch.zeros_like(total)
+    return Predictive(mean, total, expected, information, samples)
