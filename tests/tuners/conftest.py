@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -58,3 +61,12 @@ class Kit:
 @pytest.fixture(scope="session")
 def kit():
     return Kit
+
+
+@pytest.fixture(scope="session")
+def molora():
+    """The module ``molora_kit.py`` beside this file: LoRA folders for the tiny models, adapters made of them."""
+    spec = importlib.util.spec_from_file_location("molora_kit", Path(__file__).with_name("molora_kit.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

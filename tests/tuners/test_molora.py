@@ -1,0 +1,64 @@
+"""MoLoRA: the contract of a tuner, with the decision per layer (default) and per module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from hfplug import UnsupportedError
+from hfplug.testing import models
+from hfplug.testing.tuner import TunerContract
+
+
+class MoLoraContract(TunerContract):
+    method, options = "molora", {"router_hidden": 16}
+    # At rest on the null expert no router would learn (its delta is zero), so a fresh router spreads the tokens.
+    identity_at_init = False
+    family = "llama"
+
+    @pytest.fixture(autouse=True)
+    def _kit(self, molora):
+        self.kit = molora
+
+    def config(self, **options: Any) -> Any:
+        """Over three LoRA folders of own ranks and scalings, one of which misses targets."""
+        return self.kit.config(self.family, **{**self.options, **options})
+
+    def wrap(self, model: Any, **options: Any) -> Any:
+        """With the folders that fit the model."""
+        self.family = self.kit.FAMILY[type(model).__name__]
+        return super().wrap(model, **options)
+
+
+class TestMoLoraContract(MoLoraContract):
+    @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+    def test_b56_checkpointing_changes_no_gradient_and_no_statistic(self, reentrant: bool) -> None:
+        """Reentrant checkpointing would hide the router's gradient: an error says what to set."""
+        if not reentrant:
+            super().test_b56_checkpointing_changes_no_gradient_and_no_statistic(reentrant)
+            return
+        model = self.trained(models.tiny_llama()).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.enable_input_require_grads()
+        with pytest.raises(UnsupportedError, match=r"use_reentrant.*False"):
+            model(**self.batch(), labels=self.batch()["input_ids"])
+
+    def test_b53_no_path_of_an_expert_is_written(self, tmp_path: Path) -> None:
+        """Neither folder nor file of the experts stands in anything that is saved; the experts' tensors do."""
+        model, adapter, _ = self.saved(tmp_path)
+        model.save_pretrained(adapter)
+        places = [str(Path(self.kit.expert("llama", name)).parent) for name in self.kit.SETTINGS]
+        for file in adapter.iterdir():
+            content = file.read_bytes()
+            assert not [place for place in places if place.encode() in content], file.name
+        stored = json.loads((adapter / "adapter_config.json").read_text())["experts"]
+        assert {name: set(record) for name, record in stored.items()} == {
+            name: {"sha256", "modules"} for name in self.kit.SETTINGS
+        }
+
+
+class TestMoLoraPerModuleContract(MoLoraContract):
+    options: ClassVar[dict[str, Any]] = {"router_hidden": 16, "router_scope": "module"}
