@@ -8,14 +8,17 @@ card, so that a reader without hfplug finds it too::
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from hfplug.errors import MissingPluginError, UnsupportedError
+from hfplug.errors import ConfigError, MissingPluginError, UnsupportedError
 from hfplug.plugins import Entry, catalogue
 
 KEY = "hfplug"
@@ -110,14 +113,65 @@ def update_card(path: Path, stored: Mapping[str, Any], load_example: str, option
 def card_section(stored: Mapping[str, Any], load_example: str, options: Mapping[str, Any], notes: Iterable[str] = ()) -> str:
     """The Markdown section a model card gets: method, paper, versions, configuration, how to load."""
     entry = catalogue().entries.get(stored["plugin"])
-    lines = ["## hfplug", "", f"Needs the plugin `{stored['plugin']}`: `{install_line(stored)}`", ""]
-    if entry is not None:
-        paper = entry.method.paper
-        lines += [
-            f"Method: {entry.method.summary}.",
-            f"Paper: [{paper.title}]({paper.url}), {paper.venue} (fidelity: {paper.fidelity}).",
-            "",
-        ]
+    lines = ["## hfplug", "", f"Needs the plugin `{stored['plugin']}`: `{install_line(stored)}`", "", *_origin(entry)]
     lines += ["| option | value |", "| --- | --- |", *(f"| {k} | `{v}` |" for k, v in sorted(options.items())), ""]
     lines += [*(f"{note}\n" for note in notes), "```python", load_example, "```", ""]
     return "\n".join(lines)
+
+
+def _origin(entry: Entry | None) -> list[str]:
+    if entry is None:
+        return []
+    paper = entry.method.paper
+    source = f"Paper: [{paper.title}]({paper.url}), {paper.venue} (fidelity: {paper.fidelity})."
+    return [f"Method: {entry.method.summary}.", source, ""]
+
+
+def plain_card(path: Path, stored: Mapping[str, Any], how: str, options: Mapping[str, Any], base: str | None) -> None:
+    """Write the card of an adapter that a plugin made and that loads without it (an exported or merged plain LoRA).
+
+    Args:
+        path: the README to write.
+        stored: the record of the method.
+        how: one sentence without a full stop: where the adapter comes from.
+        options: what to list in the table.
+        base: name of the base model; left out, and said, where it is a path of this machine.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    entry = catalogue().entries.get(stored["plugin"])
+    named = base if base and not is_local_path(base) else None
+    title = f"# A LoRA adapter of {named}" if named else "# A LoRA adapter"
+    lines = [title, "", f"{how} {stored['version']}. A plain LoRA: PEFT alone loads it.", "", *_origin(entry)]
+    if named is None:
+        lines += ["The base model was a local folder or built in memory, so it is not named here; name it before publishing.", ""]
+    lines += ["| option | value |", "| --- | --- |", *(f"| {k} | `{v}` |" for k, v in sorted(options.items())), ""]
+    load = ["from peft import PeftModel", "", 'model = PeftModel.from_pretrained(base_model, "THIS_FOLDER_OR_REPOSITORY")']
+    lines += ["```python", *load, "```", ""]
+    data = ModelCardData(library_name="peft", tags=["lora", "hfplug", stored["plugin"]], base_model=named)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)).save(path)
+
+
+def check_new_folder(folder: Path, argument: str) -> None:
+    """Refuse to write into a folder that holds something.
+
+    Raises:
+        ConfigError: it exists and is not an empty folder.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{argument}={str(folder)!r} exists and is not an empty folder; choose another, or remove it")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write in that becomes ``target`` when the block ends, and leaves nothing when it fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        yield part
+        part.chmod(0o755)  # mkdtemp makes it private
+        if target.exists():
+            target.rmdir()
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # gone already when it was renamed

@@ -11,6 +11,7 @@ _lazy_getattr, _lazy_dir = lazy_namespace(Kind.TUNER, __name__)
 _VERBS = {
     "apply_optimizer_groups": "hfplug.optimization",
     "config": "hfplug.seams.tuner",
+    "export": "hfplug.exporting",
     "optimizer_groups": "hfplug.optimization",
     "prepare": "hfplug.optimization",
     "tuner_layers": "hfplug.seams.tuner",

@@ -102,6 +102,22 @@ def run(context: typer.Context) -> None:
 
 
 @app.command()
+def export(
+    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter that a tuner of hfplug saved.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist.")],
+    to: Annotated[str, typer.Option(help="The format.")] = "lora",
+    base: Annotated[str | None, typer.Option(help="Base model to measure the difference on.")] = None,
+    approximate: Annotated[bool, typer.Option("--approximate", help="Accept a measured approximation; needs --base.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write an adapter as a plain LoRA that loads where hfplug is not installed."""
+    from hfplug import exporting
+
+    done = exporting.export(adapter, output, to=to, base=base, approximate=approximate)
+    print(json.dumps(exporting.fields_of(done), indent=2) if as_json else done)
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Folder a training run wrote.")],
     out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN_DIR/report.")] = None,

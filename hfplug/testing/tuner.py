@@ -34,6 +34,7 @@ class TunerContract(TunerFilesContract):
         merge: options under which merging is exact; ``None``: the tuner must refuse to merge.
         identity_at_init: whether a fresh adapter leaves the model as it was; ``"evaluation"``: there alone, because training
             draws weights.
+        export: whether ``hfplug export --to lora`` is exact, an approximation on request, or refused (``None``).
         tolerance: for what must agree in fp32 but is summed in another order.
     """
 

@@ -68,6 +68,7 @@ class TunerFilesContract:
     dropout: ClassVar[dict[str, Any]] = {}
     merge: ClassVar[dict[str, Any] | None] = None
     identity_at_init: ClassVar[bool | Literal["evaluation"]] = True
+    export: ClassVar[Literal["exact", "approximate"] | None] = None
     tolerance: ClassVar[float] = 1e-6
 
     # -- helpers; a subclass may replace them -------------------------------------------------------------------------
@@ -377,6 +378,43 @@ class TunerFilesContract:
         text = (tmp_path / "memory" / "README.md").read_text()
         assert "base_model" not in ModelCard.load(tmp_path / "memory" / "README.md").data.to_dict()
         assert "# Model Card" in text, "the card of a model without a name is garbled"
+
+    def test_b55_export_to_a_plain_lora(self, tmp_path: Path) -> None:
+        """In a process without hfplug it loads and answers the same; or the export is refused and writes nothing."""
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        import hfplug
+
+        model, adapter, base = self.saved(tmp_path)
+        out = tmp_path / "exported"
+        if self.export != "exact":
+            with pytest.raises(hfplug.UnsupportedError, match=self.method):
+                hfplug.tuners.export(adapter, out)
+            assert not out.exists()
+            if self.export is None:
+                return
+        done = hfplug.tuners.export(adapter, out, base=base, approximate=self.export == "approximate", probe=self.batch())
+        expected, own = self.logits(model.eval(), self.batch()), self.loaded_in_a_process(out, base)
+        assert {t.split("_")[0] for t in own["types"]} >= {"LORA"}
+        if self.export == "exact":
+            assert done.approximation is None
+            assert done.logit_error <= 1e-5
+        for route in ("PeftModel", "AutoPeftModel", "AutoModel", "load_adapter"):
+            assert not isinstance(own[route], str), f"{route}: {own[route]}"
+            difference = (own[route] - expected).abs().max().item()
+            assert abs(difference - done.logit_error) <= 1e-5, f"{route}: off by {difference:.2e}, not {done.logit_error:.2e}"
+        plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+        for name, parameter in plain.named_parameters():
+            assert self.method not in name
+            assert parameter.numel() > 0
+        card = (out / "README.md").read_text()
+        assert str(tmp_path) not in card
+        assert hfplug.catalogue().get(self.method).method.paper.title in card
+        with pytest.raises(hfplug.ConfigError, match="exists"):
+            hfplug.tuners.export(adapter, out, base=base, approximate=True)
+        with pytest.raises(hfplug.ConfigError, match="plain LoRA already"):
+            hfplug.tuners.export(out, tmp_path / "twice")
 
     @pytest.mark.parametrize("autocast", [True, False], ids=["autocast_adapter_dtype", "as-the-base"])
     def test_b54_dtypes(self, tmp_path: Path, autocast: bool) -> None:

@@ -20,6 +20,7 @@ EPS = 1e-6
 
 class TestULoraContract(TunerContract):
     method, options, dropout = "ulora", {"r": 4}, {"lora_dropout": 0.2}
+    export = "approximate"
     merge: ClassVar[dict[str, Any]] = {"merge_mode": "mean", "ema_weight": 1.0}
 
 

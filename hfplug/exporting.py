@@ -1,0 +1,207 @@
+"""Export: an adapter of a plugin as a plain PEFT LoRA, which loads where hfplug is not installed.
+
+Works on the adapter's folder alone. The base model is needed only to measure how far an approximation is off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from hfplug import artefacts
+from hfplug.errors import ConfigError, UnsupportedError, nearest
+from hfplug.method import Kind
+from hfplug.plugins import catalogue
+from hfplug.seams.tuner import PluginConfig, PluginTuner
+
+FORMATS = ("lora",)
+WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    Attributes:
+        output: the folder.
+        method: the tuner that was exported.
+        modules: number of LoRA modules.
+        rank: the largest rank.
+        approximation: what was lost, ``None`` where the LoRA does exactly what the adapter does at inference.
+        logit_error: largest difference of the logits on the probe, measured against the adapter; ``None`` without a base.
+        logit_scale: root mean square of the adapter's logits on the probe, to read the error by.
+    """
+
+    output: Path
+    method: str
+    modules: int
+    rank: int
+    approximation: str | None
+    logit_error: float | None
+    logit_scale: float | None
+
+    def __str__(self) -> str:
+        measured = "not measured (no base model given)"
+        if self.logit_error is not None:
+            measured = f"{self.logit_error:.3g} at most, on logits of root mean square {self.logit_scale:.3g}"
+        exact = f"an approximation: {self.approximation}" if self.approximation else "exact"
+        return (
+            f"{self.method} -> LoRA of rank {self.rank} on {self.modules} modules in {self.output}\n"
+            f"{exact}\ndifference of the logits: {measured}"
+        )
+
+
+def export(
+    adapter: str | Path,
+    output: str | Path,
+    *,
+    to: str = "lora",
+    base: Any = None,
+    approximate: bool = False,
+    probe: Mapping[str, Any] | None = None,
+) -> ExportReport:
+    """Write a saved adapter as a plain LoRA.
+
+    Args:
+        adapter: folder of an adapter that a tuner of hfplug saved.
+        output: folder to write; it must not exist, or be empty.
+        to: the format; ``"lora"``.
+        base: the base model (loaded, a path, a hub id, or ``"smollm2"``), to measure the difference of the logits on.
+        approximate: accept a tuner that depends on the input, whose mean is exported; needs ``base``.
+        probe: keyword arguments of the forward to measure on; default 2 rows of 32 token ids spread over the vocabulary.
+
+    Raises:
+        ConfigError: a folder that holds no adapter of hfplug, an output that exists, an unknown format.
+        UnsupportedError: a tuner that is not low-rank at inference, saying what it can do.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"to={to!r}{nearest(to, FORMATS)}; an adapter can be exported to: {', '.join(FORMATS)}")
+    adapter, output = Path(adapter), Path(output)
+    artefacts.check_new_folder(output, "output")
+    config, tensors = read_adapter(adapter)
+    tuner: type[PluginTuner] = catalogue().get(config.method, Kind.TUNER).load_target()
+    if tuner.lora_differs and not (approximate and base is not None):
+        missing = "approximate=True" if not approximate else "base=, to measure the error on"
+        raise UnsupportedError(
+            f"{config.method} is not a plain LoRA at inference: {tuner.lora_differs}. To export that approximation give {missing}"
+            " (hfplug export --approximate --base MODEL)"
+        )
+    modules, rest = split(tensors, tuner.prefix)
+    factors = {key: tuner.to_lora(config, own, key) for key, own in modules.items()}
+    made = lora_config({key: a.shape[0] for key, (a, _) in factors.items()}, config)
+    plain = {f"base_model.model.{k}.lora_{n}.weight": t for k, (a, b) in factors.items() for n, t in (("A", a), ("B", b))}
+    error = scale = None
+    with artefacts.new_folder(output) as folder:
+        write_lora(folder, made, {**plain, **rest}, config, f"Exported from a `{config.method}` adapter by hfplug")
+        if base is not None:
+            error, scale = _difference(base, adapter, folder, probe)
+    rank = max(a.shape[0] for a, _ in factors.values())
+    return ExportReport(output, config.method, len(factors), rank, tuner.lora_differs, error, scale)
+
+
+def read_adapter(folder: Path) -> tuple[PluginConfig, dict[str, torch.Tensor]]:
+    """Configuration and tensors of an adapter of a plugin, on the CPU.
+
+    Raises:
+        ConfigError: no such adapter, one without a plugin, or one saved as a pickle, which is not read.
+    """
+    from peft import PeftConfig
+
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"adapter={str(folder)!r} is not the folder of an adapter: it holds no adapter_config.json")
+    config = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, PluginConfig):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        done = "it is a plain LoRA already" if kind == "LORA" else f"it is of PEFT's own type {kind}"
+        raise ConfigError(f"adapter={str(folder)!r} was not made by a tuner of hfplug: {done}, nothing to export")
+    if not (folder / WEIGHTS).is_file():
+        raise ConfigError(
+            f"adapter={str(folder)!r} holds no {WEIGHTS}; adapters saved as pickles are not read: save it with safe_serialization"
+        )
+    return config, load_file(folder / WEIGHTS)
+
+
+def split(
+    tensors: Mapping[str, torch.Tensor], prefix: str
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """The tuner's tensors by module and name within the layer, and what else the file holds (``modules_to_save``)."""
+    own = re.compile(rf"^base_model\.model\.(.+?)\.({re.escape(prefix)}.+)$")
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    rest = {}
+    for name, tensor in tensors.items():
+        if found := own.match(name):
+            modules.setdefault(found[1], {})[found[2]] = tensor
+        else:
+            rest[name] = tensor
+    if not modules:
+        raise ConfigError(f"the adapter holds no tensor of {prefix.rstrip('_')!r}; its tensors: {sorted(tensors)[:3]}")
+    return modules, rest
+
+
+def lora_config(ranks: Mapping[str, int], source: Any) -> Any:
+    """A ``LoraConfig`` with scaling exactly 1 for modules of these ranks, on the targets of another configuration."""
+    import peft
+
+    r = Counter(ranks.values()).most_common(1)[0][0]
+    other = {key: rank for key, rank in ranks.items() if rank != r}
+    kept = ("task_type", "base_model_name_or_path", "revision", "exclude_modules", "modules_to_save")
+    return peft.LoraConfig(
+        r=r,
+        lora_alpha=r,
+        use_rslora=False,
+        rank_pattern=dict(other),
+        alpha_pattern=dict(other),
+        target_modules=sorted(ranks),
+        inference_mode=True,
+        **{name: getattr(source, name) for name in kept},
+    )
+
+
+def write_lora(folder: Path, config: Any, tensors: Mapping[str, torch.Tensor], source: Any, how: str) -> None:
+    """Write a plain LoRA and its card into a folder; the factors in float32."""
+    from safetensors.torch import save_file
+
+    stored = {k: (t.float() if ".lora_" in k else t).contiguous() for k, t in tensors.items()}
+    for name, tensor in stored.items():
+        if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all()):
+            raise ConfigError(f"{name} is empty or not finite (a sharded checkpoint, or a diverged run?); nothing was written")
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+    options = {k: v for k, v in source.to_dict().items() if k not in source.hidden_options and v is not None}
+    artefacts.plain_card(folder / "README.md", source.hfplug, how, options, config.base_model_name_or_path)
+
+
+def _difference(base: Any, adapter: Path, exported: Path, probe: Mapping[str, Any] | None) -> tuple[float, float]:
+    """Largest difference of the logits of two adapters on a probe, and the root mean square of the first's."""
+    import peft
+
+    from hfplug.models import resolve_model
+
+    logits = []
+    for folder in (adapter, exported):
+        model = base
+        if isinstance(base, (str, Path)):
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(resolve_model(str(base)))
+        wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+        if probe is None:
+            count = wrapped.get_input_embeddings().weight.shape[0]
+            probe = {"input_ids": (torch.arange(64) * 7919 % count).view(2, 32)}
+        with torch.no_grad():
+            logits.append(wrapped(**probe).logits.float())
+        wrapped.unload()
+    return float((logits[0] - logits[1]).abs().max()), float(logits[0].square().mean().sqrt())
+
+
+def fields_of(report: ExportReport) -> dict[str, Any]:
+    """JSON-ready form of a report."""
+    return {**dataclasses.asdict(report), "output": str(report.output)}
