@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
-from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.tuners.linear import TunerLinear
 from hfplug.tuners.molora.config import MoLoraConfig
 from hfplug.tuners.molora.dispatch import add_deltas
 from hfplug.tuners.molora.plan import plan_of
@@ -41,7 +40,7 @@ class ExpertFactors(nn.Module):
         return not any(bool(p.reshape(-1)[0].isnan()) for p in self.parameters())
 
 
-class MoLoraLinear(nn.Module, BaseTunerLayer):
+class MoLoraLinear(TunerLinear):
     """``W0·x_t + w_t·s_k·B_k·A_k·x_t`` with an expert ``k`` per token, for ``nn.Linear``, ``Conv1D`` and quantised linears.
 
     Shapes: input ``(batch, tokens, in_features)``. One module of each decoder layer holds that layer's router.
@@ -50,25 +49,13 @@ class MoLoraLinear(nn.Module, BaseTunerLayer):
         rows: rows that went through a ``lora_A`` since :meth:`reset_rows`; recomputation in backward counts again.
     """
 
+    method = "molora"
     # Only the router stands in adapter_layer_names, whose parameters PEFT makes trainable at every switch.
     adapter_layer_names = ("molora_router",)
     other_param_names = ("molora_experts", "molora_scaling", "molora_config", "molora_stacks")
-    if TYPE_CHECKING:  # torch types every attribute of a module as Tensor | Module
+    molora_state: ModelState | None = None
 
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: MoLoraConfig, key: str) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.molora_key = key
-        self.molora_state: ModelState | None = None
-        base = self.get_base_layer()
-        self.quantization_backend = resolve_quantization_backend(base)
-        if not isinstance(base, (nn.Linear, Conv1D)) and self.quantization_backend is None:
-            raise UnsupportedError(
-                f"molora: {key!r} is a {type(base).__name__}; supported: nn.Linear, Conv1D and quantised linears known to PEFT"
-            )
-        self.in_features, self.out_features = _get_in_out_features(base)
+    def make_containers(self) -> None:
         self.molora_router = nn.ModuleDict()
         self.molora_experts: Any = nn.ModuleDict()
         self.molora_scaling: dict[str, dict[str, float]] = {}
@@ -76,29 +63,26 @@ class MoLoraLinear(nn.Module, BaseTunerLayer):
         self.molora_stacks: dict[str, dict[Any, Any]] = {}
         self._counter = {"rows": 0}
         self._seen_filled: dict[str, bool] = {}
-        self._disable_adapters = False
-        self.merged_adapters: list[str] = []
-        self.cast_input_dtype_enabled = True
-        self._active_adapter = adapter_name
-        self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: MoLoraConfig) -> None:
         """Add an adapter: its experts, still empty, and the router if this module holds one."""
         plan = plan_of(config)
         experts = ExpertFactors()
         for name, modules in plan.modules.items():
-            if self.molora_key in modules:
-                experts.add(name, modules[self.molora_key][0], self.in_features, self.out_features)
+            if self.key in modules:
+                experts.add(name, modules[self.key][0], self.in_features, self.out_features)
         self.molora_experts[adapter_name] = experts
-        self.molora_scaling[adapter_name] = {n: m[self.molora_key][1] for n, m in plan.modules.items() if self.molora_key in m}
+        self.molora_scaling[adapter_name] = {n: m[self.key][1] for n, m in plan.modules.items() if self.key in m}
         self.molora_config[adapter_name] = config
         self.molora_stacks[adapter_name] = {}
         self._seen_filled.pop(adapter_name, None)
-        if self.molora_key in plan.hosts:
+        if self.key in plan.hosts:
             features = self.in_features if config.router_scope == "module" else plan.features
             self.molora_router[adapter_name] = Router(features, config.router_hidden, len(config.slots))
-        self._move_adapter_to_device_of_base_layer(adapter_name)
-        self.set_adapter(self.active_adapters)
+        self.place(adapter_name)
+
+    def holds(self, name: str) -> bool:
+        return name in self.molora_experts
 
     @property
     def rows(self) -> int:
@@ -118,14 +102,14 @@ class MoLoraLinear(nn.Module, BaseTunerLayer):
         if self.quantization_backend is not None:
             result = self.quantization_backend.maybe_clone_base_result(result)
         for name in self.active_adapters:
-            if name in self.molora_experts:
+            if self.holds(name):
                 result = self._adapted(name, x, result)
         return result.to(dtype)
 
     def _adapted(self, name: str, x: Tensor, result: Tensor) -> Tensor:
         self._check_filled(name)
         if self.molora_state is None:
-            raise UnsupportedError(f"molora: {self.molora_key!r} is not part of a model that was adapted as a whole")
+            raise UnsupportedError(f"molora: {self.key!r} is not part of a model that was adapted as a whole")
         decision = self.molora_state.decide(self, name, x)
         if decision is None:
             return result
@@ -138,7 +122,7 @@ class MoLoraLinear(nn.Module, BaseTunerLayer):
             return result + linear(linear(self._cast_input_dtype(x, a.dtype), a), b) * scaling[decision.expert]
         if decision.index.shape[:-1] != x.shape[:-1]:
             raise UnsupportedError(
-                f"molora: {self.molora_key!r} sees tokens of shape {tuple(x.shape[:-1])}, the decision was made for "
+                f"molora: {self.key!r} sees tokens of shape {tuple(x.shape[:-1])}, the decision was made for "
                 f"{tuple(decision.index.shape[:-1])}; leave modules that work on another sequence out of target_modules"
             )
         factors = {expert: (*experts.pair(expert), scale) for expert, scale in scaling.items()}
@@ -153,7 +137,7 @@ class MoLoraLinear(nn.Module, BaseTunerLayer):
         if not self._seen_filled.get(name):
             if not self.molora_experts[name].filled():
                 raise ConfigError(
-                    f"molora: adapter {name!r} has no tensors for its experts at {self.molora_key!r} (or they are NaN). A "
+                    f"molora: adapter {name!r} has no tensors for its experts at {self.key!r} (or they are NaN). A "
                     "configuration read from a saved adapter holds records only: load it with its weights, or give folders"
                 )
             parts = [self.molora_experts[name], *([self.molora_router[name]] if name in self.molora_router else [])]
@@ -175,15 +159,22 @@ class MoLoraLinear(nn.Module, BaseTunerLayer):
         delta: Tensor = b.to(wide) @ a.to(wide) * self.molora_scaling[name][expert]
         return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    def check_merge(self, name: str, config: MoLoraConfig) -> None:
         """Refused: which expert a token goes through depends on the input."""
         raise UnsupportedError(
             "molora: which expert a token goes through depends on the input, so the adapter cannot be merged; "
             "hfplug.tuners.merge_single(model, expert) merges one expert for all tokens"
         )
 
-    def unmerge(self) -> None:
-        """Nothing is ever merged."""
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused, as :meth:`check_merge`."""
+        for name in adapter_names or self.active_adapters:
+            if self.holds(name):
+                self.check_merge(name, self.molora_config[name])
 
-    def __repr__(self) -> str:
-        return "molora." + super().__repr__()
+    def merge_expert(self, name: str, expert: str) -> None:
+        """Add one expert's :meth:`expert_delta` to the base weight."""
+        delta = self.expert_delta(name, expert)
+        if delta is not None:
+            weight = self.get_base_weight()
+            self.set_base_weight((weight + delta.to(weight.device)).to(weight.dtype))

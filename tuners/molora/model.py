@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from hfplug.calls import call_scope, token_stack
-from hfplug.errors import ConfigError
+from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.positions import decoder_layers
 from hfplug.seams.tuner import PluginTuner
 from hfplug.tuners.molora.config import MoLoraConfig
@@ -87,6 +88,13 @@ class MoLoraModel(PluginTuner):
         if hasattr(stack, "config"):
             state.follow(self.model, list(decoder_layers(stack)))
 
+    @classmethod
+    def to_lora(cls, config: Any, tensors: Mapping[str, torch.Tensor], key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        raise UnsupportedError(
+            f"a molora adapter sends every token through one of {list(config.names)}, so no single LoRA does what it does; use "
+            "the folders of these LoRA adapters themselves, or hfplug.tuners.merge_single(model, expert)"
+        )
+
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
         stack = token_stack(self.model)
         model = super()._unload_and_optionally_merge(*args, **kwargs)
@@ -132,8 +140,8 @@ def fill(layer: MoLoraLinear, adapter_name: str, factors: dict[str, Factors]) ->
     """Write the factors of a layer's experts into its parameters; those on the meta device wait for a checkpoint."""
     with torch.no_grad():
         for expert, modules in factors.items():
-            if layer.molora_key in modules and expert in layer.molora_scaling[adapter_name]:
+            if layer.key in modules and expert in layer.molora_scaling[adapter_name]:
                 pair = layer.molora_experts[adapter_name].pair(expert)
-                for parameter, value in zip(pair, modules[layer.molora_key], strict=True):
+                for parameter, value in zip(pair, modules[layer.key], strict=True):
                     if not parameter.is_meta:
                         parameter.copy_(value)

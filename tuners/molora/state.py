@@ -92,7 +92,7 @@ class ModelState:
             for name in layer.active_adapters:
                 if name in layer.molora_router and not layer.disable_adapters:
                     config = layer.molora_config[name]
-                    if config.router_scope != "module" and _plan_host(config, layer.molora_key) == index:
+                    if config.router_scope != "module" and _plan_host(config, layer.key) == index:
                         place = index if config.router_scope == "layer" else "model"
                         call.memo["molora", name, place] = self._routed(layer, name, hidden, call)
 
@@ -124,13 +124,13 @@ class ModelState:
             return self._from_vocabulary(name, config, x, call)
         if config.router_scope == "module":
             return self._routed(layer, name, x, call)
-        index = config.__dict__["_plan"].layers[layer.molora_key]
+        index = config.__dict__["_plan"].layers[layer.key]
         decision = None if call is None else call.memo.get(("molora", name, index if config.router_scope == "layer" else "model"))
         if decision is None:
             if config.router_scope == "model" and index < config.router_layer:
                 return None
             raise UnsupportedError(
-                f"molora: {layer.molora_key!r} runs outside a forward of {type(self.scope.stack).__name__}, so its tokens have "
+                f"molora: {layer.key!r} runs outside a forward of {type(self.scope.stack).__name__}, so its tokens have "
                 "no decision; call the whole model, or use router_scope='module'"
             )
         if decision.weight is not None and decision.weight.requires_grad and not torch.is_grad_enabled():

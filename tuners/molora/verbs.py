@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.tuners.linear import TunerLinear
 from hfplug.tuners.molora.config import MoLoraConfig
 from hfplug.tuners.molora.experts import check_bases, check_fit, read_expert, unpack
 from hfplug.tuners.molora.layer import MoLoraLinear
@@ -122,7 +123,7 @@ def add_expert(model: nn.Module, name: str, source: str | Path, *, adapter: str 
     if not config.allow_other_base:
         check_bases({name: expert}, root)
     check_fit(name, expert, root)
-    keys = {layer.molora_key for layer in layers}
+    keys = {layer.key for layer in layers}
     if outside := sorted(set(expert.modules) - keys):
         raise UnsupportedError(
             f"add_expert: {name!r} adapts {len(outside)} modules that no expert of adapter {adapter!r} does, first "
@@ -132,9 +133,9 @@ def add_expert(model: nn.Module, name: str, source: str | Path, *, adapter: str 
     config.experts = {n: {**config.experts, name: expert.record()}[n] for n in sorted([*config.experts, name])}
     _replan(config, layers, root)
     for layer in layers:
-        if layer.molora_key in expert.modules:
+        if layer.key in expert.modules:
             experts = layer.molora_experts[adapter]
-            rank, scaling = expert.modules[layer.molora_key]
+            rank, scaling = expert.modules[layer.key]
             experts.add(name, rank, layer.in_features, layer.out_features)
             like = layer.get_base_layer().weight if len(experts._parameters) == 2 else next(experts.parameters())
             dtype = like.dtype if like.dtype.is_floating_point else torch.float32
@@ -175,7 +176,7 @@ def remove_expert(model: nn.Module, name: str, *, adapter: str = "default") -> N
 
 def _root(layers: list[MoLoraLinear], model: nn.Module) -> nn.Module:
     """The module under which the layers are called by their keys: the model PEFT or transformers adapted."""
-    wanted = layers[0].molora_key
+    wanted = layers[0].key
     for module in model.modules():
         with contextlib.suppress(AttributeError):
             if module.get_submodule(wanted) is layers[0]:
@@ -187,7 +188,7 @@ def _replan(config: MoLoraConfig, layers: list[MoLoraLinear], root: nn.Module) -
     # The same modules stay adapted, also where the last expert left one: so the routers stay where they are.
     former: Plan = plan_of(config)
     experts = {name: unpack(name, record) for name, record in config.experts.items()}
-    config.__dict__["_plan"] = make_plan(config, experts, [layer.molora_key for layer in layers], root)
+    config.__dict__["_plan"] = make_plan(config, experts, [layer.key for layer in layers], root)
     assert dict(plan_of(config).hosts) == dict(former.hosts)
 
 
@@ -212,16 +213,16 @@ def merge_single(model: Any, expert: str, *, adapter: str = "default") -> Any:
 
     Raises:
         ConfigError: no such expert; nothing is changed.
+        UnsupportedError: the base is quantised and ``merge_quantized`` is off.
     """
     layers = _layers(model, adapter)
     layers[0].molora_config[adapter].check_expert(expert, "merge_single")
     if expert is None or not hasattr(model, "base_model") or not hasattr(model.base_model, "unload"):
         raise ConfigError(f"merge_single: needs a PeftModel and the name of an expert, got {type(model).__name__} and {expert!r}")
     for layer in layers:
-        delta = layer.expert_delta(adapter, expert)
-        if delta is not None:
-            weight = layer.get_base_weight()
-            layer.set_base_weight((weight + delta.to(weight.device)).to(weight.dtype))
+        TunerLinear.check_merge(layer, adapter, layer.molora_config[adapter])
+    for layer in layers:
+        layer.merge_expert(adapter, expert)
     return model.base_model.unload()
 
 
@@ -232,7 +233,7 @@ def save_router(model: nn.Module, path: str | Path, *, adapter: str = "default")
     """Write the router alone into one safetensors file, with the names and hashes of the experts it was trained for."""
     layers = _layers(model, adapter)
     config = layers[0].molora_config[adapter]
-    routers = {layer.molora_key: layer.molora_router[adapter] for layer in layers if adapter in layer.molora_router}
+    routers = {layer.key: layer.molora_router[adapter] for layer in layers if adapter in layer.molora_router}
     if not routers:
         raise ConfigError(f"save_router: adapter {adapter!r} has router={config.router!r}, which has no parameters")
     tensors = {f"{key}.{part}": p.detach().contiguous() for key, r in routers.items() for part, p in r.named_parameters()}
@@ -276,7 +277,7 @@ def load_router(model: nn.Module, path: str | Path, *, adapter: str = "default")
     for layer in layers:
         if adapter in layer.molora_router:
             for part, parameter in layer.molora_router[adapter].named_parameters():
-                key = f"{layer.molora_key}.{part}"
+                key = f"{layer.key}.{part}"
                 value = stored.pop(key, None)
                 value = value if value is None or part == "w1" else value[rows]
                 if value is None or value.shape != parameter.shape:
