@@ -43,7 +43,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(0) % columns
 
     # The expert of this tile: the first whose tiles, and those before it, reach beyond it. Experts without rows have none.
-    experts = tl.arange(BE)
+    experts = tl.arange(0, BE)
     starts = tl.load(offsets + experts, mask=experts < E, other=0)
     stops = tl.load(offsets + experts + 1, mask=experts < E, other=0)
     tiles = (stops - starts + BM - 1) // BM
@@ -58,16 +58,16 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     first = start + (tile - tl.sum(tl.where(mine, reached - tiles, 0), 0)) * BM
 
     # int64 throughout: N * K, and E * K * J, can exceed 2^31.
-    rows = (first + tl.arange(BM)).to(tl.int64)
-    js = (column * BJ + tl.arange(BJ)).to(tl.int64)
-    ks = tl.arange(BK).to(tl.int64)
+    rows = (first + tl.arange(0, BM)).to(tl.int64)
+    js = (column * BJ + tl.arange(0, BJ)).to(tl.int64)
+    ks = tl.arange(0, BK).to(tl.int64)
     row_mask = (rows >= 0) & (rows < stop)
     j_mask = js < J
     x_at = x + rows[:, None] * stride_x + ks[None, :]
     w_at = weight + expert.to(tl.int64) * stride_we + ks[:, None] * stride_wk + js[None, :] * stride_wj
 
     acc = tl.zeros((BM, BJ), dtype=tl.float32)
-    for k in range(0, tl.cdiv(K, BK)):  # noqa: PIE808 -- the interpreter takes no range without a start
+    for k in range(tl.cdiv(K, BK)):
         k_mask = ks < K - k * BK
         a = tl.load(x_at, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
         b = tl.load(w_at, mask=k_mask[:, None] & j_mask[None, :], other=0.0)
@@ -106,14 +106,14 @@ def weight_kernel(  # type: ignore[no-untyped-def]
     start = tl.maximum(tl.load(offsets + expert), 0)
     stop = tl.minimum(tl.load(offsets + expert + 1), N)
 
-    inputs = ((tile % across) * BI + tl.arange(BI)).to(tl.int64)
-    outputs = ((tile // across) * BO + tl.arange(BO)).to(tl.int64)
+    inputs = ((tile % across) * BI + tl.arange(0, BI)).to(tl.int64)
+    outputs = ((tile // across) * BO + tl.arange(0, BO)).to(tl.int64)
     i_mask = inputs < I
     o_mask = outputs < O
-    lanes = tl.arange(BM)
+    lanes = tl.arange(0, BM)
 
     acc = tl.zeros((BO, BI), dtype=tl.float32)
-    for step in range(0, tl.cdiv((stop - start).to(tl.int32), BM)):  # noqa: PIE808 -- as above
+    for step in range(tl.cdiv((stop - start).to(tl.int32), BM)):
         rows = start + step * BM + lanes
         row_mask = rows < stop
         g = tl.load(grad + rows[:, None] * stride_g + outputs[None, :], mask=row_mask[:, None] & o_mask[None, :], other=0.0)
