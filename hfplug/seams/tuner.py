@@ -229,7 +229,16 @@ class PluginTuner(BaseTuner):
         for name in self.active_adapters if adapter_names is None else adapter_names:
             for layer in self.model.modules():
                 if isinstance(layer, self.tuner_layer_cls) and name in layer._all_available_adapter_names():
+                    self._check_tied(layer)
                     self.check_merge(layer, name)
+
+    def _check_tied(self, layer: Any) -> None:
+        embeddings = getattr(self.model, "get_input_embeddings", lambda: None)()
+        if embeddings is not None and getattr(layer.get_base_layer(), "weight", None) is getattr(embeddings, "weight", 0):
+            raise UnsupportedError(
+                f"{self.method}: a target module is tied to the input embeddings, so merging into it would change those too; "
+                "untie it first (a copy of the weight, and config.tie_word_embeddings = False), or leave it out of target_modules"
+            )
 
     def check_merge(self, layer: Any, adapter_name: str) -> None:
         """Refuse to merge an adapter of a layer by raising; called for every layer before any weight is changed."""

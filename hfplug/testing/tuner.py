@@ -20,11 +20,10 @@ import pytest
 
 from hfplug.testing import models
 from hfplug.testing.tuner_files import TunerFilesContract, assert_equal_states
+from hfplug.testing.tuner_matrix import FAMILIES, TunerMatrixContract
 
-FAMILIES = ("llama", "qwen3", "gpt2")  # plain, grouped queries with an own head size, fused Conv1D projections
 
-
-class TunerContract(TunerFilesContract):
+class TunerContract(TunerFilesContract, TunerMatrixContract):
     """What every tuner of hfplug keeps; subclass it with a name that starts with ``Test``.
 
     Attributes:
@@ -34,6 +33,7 @@ class TunerContract(TunerFilesContract):
         merge: options under which merging is exact; ``None``: the tuner must refuse to merge.
         identity_at_init: whether a fresh adapter leaves the model as it was; ``"evaluation"``: there alone, because training
             draws weights.
+        compiles, reentrant: see :class:`~hfplug.testing.tuner_matrix.TunerMatrixContract`.
         export: whether ``hfplug export --to lora`` is exact, an approximation on request, or refused (``None``).
         tolerance: for what must agree in fp32 but is summed in another order.
     """
@@ -117,6 +117,9 @@ class TunerContract(TunerFilesContract):
         found = []
         for checkpointing in (False, True):
             model = self.trained(models.tiny_llama(attention_dropout=0.2), **self.dropout).train()
+            if checkpointing and reentrant and not self.reentrant:
+                self._refuses_reentrant(model)
+                return
             if checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
                 model.enable_input_require_grads()
@@ -131,6 +134,15 @@ class TunerContract(TunerFilesContract):
             difference = (found[1][0][name] - gradient).abs().max().item()
             assert difference <= 1e-6, f"the gradient of {name} is off by {difference:.2e}"
         assert_equal_states(found[1][1], found[0][1], 1e-6, "after a step with checkpointing")
+
+    def _refuses_reentrant(self, model: Any) -> None:
+        import hfplug
+
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.enable_input_require_grads()
+        batch = self.batch()
+        with pytest.raises(hfplug.UnsupportedError, match="use_reentrant"):
+            model(**batch, labels=self.labels(batch))
 
     def test_accumulation_is_the_batch(self) -> None:
         """8 rows at once, or in 8 micro-batches: the same weights and statistics after two steps."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import hfplug
 from hfplug.errors import UnsupportedError
 from hfplug.testing import models
 
@@ -246,28 +245,3 @@ def test_the_prior_of_two_ranks_is_that_of_one(tmp_path: Path):
         found.append(torch.tensor(json.loads(out.read_text())))
     assert (found[0] - 1).abs().max() > 1e-3
     assert (found[0] - found[1]).abs().max() <= 1e-6
-
-
-def test_a_4_bit_base_trains_and_stays(kit):
-    pytest.importorskip("bitsandbytes")
-    import tempfile
-
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    with tempfile.TemporaryDirectory() as folder:
-        models.tiny_llama(hidden_size=64, intermediate_size=64).save_pretrained(folder)
-        quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-        base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised)
-    ids = kit.ids()
-    expected = kit.logits(base, ids)
-    model = kit.wrap(base)
-    packed = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    assert any(p.dtype == torch.uint8 for p in packed.values())
-    assert torch.equal(kit.logits(model, ids), expected)
-    for _ in range(2):
-        step(model, ids)
-    trained = [p for n, p in model.named_parameters() if p.requires_grad]
-    assert all(torch.isfinite(p).all() for p in trained)
-    assert not torch.equal(kit.logits(model, ids), expected)
-    assert all(torch.equal(p, packed[n]) for n, p in model.named_parameters() if n in packed)
-    assert {layer.ulora_steps["default"].item() for _, layer in hfplug.tuners.tuner_layers(model, "ulora")} == {2}
