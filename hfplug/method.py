@@ -12,7 +12,7 @@ from hfplug.errors import ConfigError, nearest
 
 
 class Kind(enum.StrEnum):
-    """How a method enters the Hugging Face stack; each kind has one seam and one top-level folder."""
+    """How a method enters the Hugging Face stack; each kind has one seam, and :attr:`home` says in which folder it stands."""
 
     TUNER = "tuner"
     ATTENTION = "attention"
@@ -22,6 +22,12 @@ class Kind(enum.StrEnum):
     LOSS = "loss"
     TRAINER = "trainer"
     CALLBACK = "callback"
+    MERGE = "merge"
+
+    @property
+    def home(self) -> Kind:
+        """The kind whose folder and namespace hold the methods of this one: what merges adapters stands with the tuners."""
+        return Kind.TUNER if self is Kind.MERGE else self
 
 
 FIDELITIES = ("paper", "authors' code", "our reading")

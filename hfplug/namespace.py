@@ -11,10 +11,10 @@ from hfplug.plugins import Entry, catalogue, load_dotted
 
 
 def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``(__getattr__, __dir__)`` for the package ``module`` of one kind, fed by the catalogue."""
+    """Return ``(__getattr__, __dir__)`` for the package ``module`` that is the home of one kind, fed by the catalogue."""
 
     def names() -> dict[str, tuple[Entry, str]]:
-        return {name: (e, dotted) for e in catalogue().of_kind(kind) for name, dotted in e.method.public_names.items()}
+        return {name: (e, dotted) for e in catalogue().at_home(kind) for name, dotted in e.method.public_names.items()}
 
     def __getattr__(name: str) -> Any:
         # Import machinery probes dunders and submodules before the catalogue can be read.

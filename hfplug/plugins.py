@@ -126,6 +126,10 @@ class Catalogue:
         """Entries of one kind, in name order."""
         return (self.entries[name] for name in sorted(self.entries) if self.entries[name].method.kind is kind)
 
+    def at_home(self, kind: Kind) -> Iterator[Entry]:
+        """Entries of every kind with the same home, in name order: what one namespace package offers."""
+        return (self.entries[name] for name in sorted(self.entries) if self.entries[name].method.kind.home is kind.home)
+
     def refuse(self, source: Source, cause: str, method: str | None = None, error: BaseException | None = None) -> None:
         """Record a problem, or raise it under ``HFPLUG_STRICT=1``."""
         if strict():
@@ -263,7 +267,7 @@ def _declared(manager: pluggy.PluginManager, module: Any, source: Source, result
 def _add(method: Method, source: Source, result: Catalogue) -> None:
     clash = result.entries.get(method.name)
     what = f"{method.kind} {method.name!r}"
-    for other in result.of_kind(method.kind):  # `from hfplug.tuners import Name` must mean one thing
+    for other in result.at_home(method.kind):  # `from hfplug.tuners import Name` must mean one thing
         taken = [n for n, dotted in method.public_names.items() if other.method.public_names.get(n, dotted) != dotted]
         if taken and clash is None:
             clash, what = other, f"the {method.kind} class {taken[0]!r}"

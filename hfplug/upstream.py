@@ -72,6 +72,7 @@ UPSTREAM = (
     Upstream("peft.tuners.tuners_utils:_get_in_out_features", "ulora", _PEFT_API, ("module",)),
     Upstream("peft.tuners._buffer_dict:BufferDict", "ulora", "PEFT makes BufferDict public", ("persistent",)),
     Upstream("peft.utils:resolve_quantization_backend", "ulora", "listed as stable by PEFT"),
+    Upstream("peft.utils.other:get_pattern_key", "merge seam", _PEFT_API, ("pattern_keys", "key_to_match")),
     Upstream("transformers.cache_utils:DummyLayer", "ulora", "caches take third-party state layers"),
     Upstream("transformers.cache_utils:Cache.reorder_cache", "ulora", "caches take third-party state layers", ("beam_idx",)),
     Upstream(

@@ -12,6 +12,7 @@ _VERBS = {
     "apply_optimizer_groups": "hfplug.optimization",
     "config": "hfplug.seams.tuner",
     "export": "hfplug.exporting",
+    "merge": "hfplug.seams.merge",
     "optimizer_groups": "hfplug.optimization",
     "prepare": "hfplug.optimization",
     "tuner_layers": "hfplug.seams.tuner",

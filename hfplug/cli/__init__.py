@@ -118,6 +118,24 @@ def export(
 
 
 @app.command()
+def merge(
+    adapters: Annotated[list[str], typer.Argument(help="Folders or hub ids of LoRA adapters of one base model.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; without it: the report alone.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the result; default: the method's.")] = None,
+    weights: Annotated[str | None, typer.Option(help="One per adapter, commas between: 1,1,-0.5; default: all 1.")] = None,
+    method: Annotated[str, typer.Option(help="A merge method: ctm, svd_merge, ...")] = "ctm",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="An option of the method, key=value; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of what the method draws.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Merge LoRA adapters into one plain LoRA, from their folders alone, and say how far it is from their weighted sum."""
+    from hfplug.cli import merging
+
+    done = merging.merge(adapters, output, rank, weights, method, settings or [], seed)
+    print(json.dumps(done.as_dict(), indent=2) if as_json else done)
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Folder a training run wrote.")],
     out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN_DIR/report.")] = None,
