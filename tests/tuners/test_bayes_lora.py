@@ -317,10 +317,14 @@ def test_only_what_took_part_in_a_step_is_drawn_to_the_prior():
     model.add_adapter("b", model.peft_config["default"])
     layer = layers(model)[0]
     before = layer.bayes_lora_A["b"].weight.detach().clone()
+    for name, parameter in model.named_parameters():
+        if ".b." in name:
+            parameter.requires_grad_(True)  # trainable, but not active
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # holds both
     model.train()(input_ids=ids(), labels=ids()).loss.backward()
     optimizer.step()
     assert torch.equal(layer.bayes_lora_A["b"].weight, before)
+    assert (layer.steps("default"), layer.steps("b")) == (1, 0)
     twin = wrap(models.tiny_llama())
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     twin.train()(input_ids=ids(), labels=ids()).loss.backward()
@@ -344,7 +348,7 @@ def test_an_unknown_number_of_tokens_is_refused_before_the_weights_move():
 def test_prepare_counts_the_label_tokens_and_logs_the_kl(sft):
     model = wrap(models.tiny_llama(), train_size=None)
     data = models.tiny_lm_dataset()
-    trainer = models.tiny_trainer(model, sft=sft, train_dataset=data, max_steps=2, logging_steps=1)
+    trainer = models.tiny_trainer(model, sft=sft, train_dataset=data, max_steps=2, logging_steps=1, weight_decay=0.1)
     state = torch.get_rng_state()
     prepare(trainer)
     assert torch.equal(torch.get_rng_state(), state)

@@ -24,10 +24,11 @@ class ModelState:
         self.layers: list[Any] = []
         self.chosen: int | Literal["mean"] | None = None
         self._logged: dict[int, torch.Tensor] = {}  # id of layer -> KL at the last step
+        self._taking_part: list[tuple[Any, str]] = []  # layers and adapters of the step that is being taken
         watch_optimizer_steps(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _logged={})
+        self.__dict__.update(state, _logged={}, _taking_part=[])
         watch_optimizer_steps(self)  # a copy or an unpickled model trains too
 
     def _stepping(self, ids: set[int]) -> list[tuple[Any, str]]:
@@ -46,10 +47,12 @@ class ModelState:
         """
         # A fused optimizer unscales inside its step, so the gradients it holds now are still multiplied.
         scale = getattr(optimizer, "grad_scale", None)
+        taking_part: list[tuple[Any, str]] = []
         for layer, name in self._stepping(ids):
             means = [mean for _, mean, _ in layer.factors(name)]
             if all(mean.grad is None for mean in means):  # not part of this step
                 continue
+            taking_part.append((layer, name))
             config = layer.bayes_lora_config[name]
             coefficient = config.kl_coefficient(layer.steps(name))
             total = torch.zeros((), device=means[0].device)
@@ -63,11 +66,13 @@ class ModelState:
                         scaled = gradient * coefficient if scale is None else gradient * coefficient * scale.to(gradient)
                         _local(parameter.grad).add_(scaled.to(parameter.dtype))
             self._logged[id(layer)] = total
+        self._taking_part = taking_part
 
     def after_optimizer_step(self, ids: set[int]) -> None:
         """The next step draws other weights."""
-        for layer, name in self._stepping(ids):
+        for layer, name in self._taking_part:
             layer.bayes_lora_steps[name] += 1
+        self._taking_part = []
 
     def totals(self, layer: Any) -> dict[str, float]:
         """The KL of a layer at the last step, in nats."""
