@@ -57,7 +57,7 @@ def make_lora(model: Any, place: Path, seed: int = 0, scale: float = 0.15, **set
         for name, parameter in lora.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    lora.save_pretrained(place)
+    lora.save_pretrained(place, save_embedding_layers=False)
     return place
 
 
@@ -72,10 +72,18 @@ def config(family: str = "llama", **options: Any) -> Any:
 
 
 def wrap(model: Any, *, seed: int = 0, **options: Any) -> Any:
-    """The model with a fresh adapter, the same every time."""
+    """The model with an adapter whose routers are random, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return peft.get_peft_model(model, config(FAMILY[type(model).__name__], **options))
+        return stir(peft.get_peft_model(model, config(FAMILY[type(model).__name__], **options)))
+
+
+def stir(model: Any) -> Any:
+    """Spread the tokens over the slots: random last rows in every router."""
+    for name, parameter in model.named_parameters():
+        if "molora_router" in name and name.endswith("w2"):
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def lora(model: Any, name: str) -> Any:

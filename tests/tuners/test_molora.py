@@ -15,8 +15,6 @@ from hfplug.testing.tuner import TunerContract
 
 class MoLoraContract(TunerContract):
     method, options = "molora", {"router_hidden": 16}
-    # At rest on the null expert no router would learn (its delta is zero), so a fresh router spreads the tokens.
-    identity_at_init = False
     family = "llama"
 
     @pytest.fixture(autouse=True)
@@ -58,6 +56,17 @@ class TestMoLoraContract(MoLoraContract):
         assert {name: set(record) for name, record in stored.items()} == {
             name: {"sha256", "modules"} for name in self.kit.SETTINGS
         }
+
+
+class TestMoLoraChosenContract(MoLoraContract):
+    """Only the chosen expert gives a gradient: a fresh router spreads the tokens."""
+
+    options: ClassVar[dict[str, Any]] = {"router_hidden": 16, "router_gradient": "chosen"}
+    identity_at_init = False
+
+    @pytest.mark.parametrize("reentrant", [False])
+    def test_b56_checkpointing_changes_no_gradient_and_no_statistic(self, reentrant: bool) -> None:
+        super().test_b56_checkpointing_changes_no_gradient_and_no_statistic(reentrant)
 
 
 class TestMoLoraPerModuleContract(MoLoraContract):

@@ -46,6 +46,9 @@ class MoLoraConfig(PluginConfig):
     routing: Literal["hard", "soft"] = _option(
         "hard", "one expert at scale 1 (straight-through gradient), or the softmax-weighted sum of all"
     )
+    router_gradient: Literal["all", "chosen"] = _option(
+        "all", "hard, one expert, in training: what every expert would have given (all their rows), or only the chosen one"
+    )
     top_k: int = _option(1, "experts per token when hard; with more than one their softmax weights are renormalised")
     temperature: float = _option(1.0, "softmax temperature of the logits, > 0")
     null_expert: bool = _option(True, "whether the router may choose the base model alone")
@@ -72,6 +75,7 @@ class MoLoraConfig(PluginConfig):
             ("router", self.router in ("learned", "vocabulary", "none"), "'learned', 'vocabulary' or 'none'"),
             ("router_scope", self.router_scope in ("layer", "model", "module"), "'layer', 'model' or 'module'"),
             ("routing", self.routing in ("hard", "soft"), "'hard' or 'soft'"),
+            ("router_gradient", self.router_gradient in ("all", "chosen"), "'all' or 'chosen'"),
             ("router_layer", isinstance(self.router_layer, int) and self.router_layer >= 0, "an integer >= 0"),
             ("router_hidden", isinstance(self.router_hidden, int) and self.router_hidden > 0, "an integer > 0"),
             ("temperature", self.temperature > 0, "> 0"),
@@ -103,6 +107,11 @@ class MoLoraConfig(PluginConfig):
     def names(self) -> tuple[str, ...]:
         """The experts, in the order of their names."""
         return tuple(sorted(self.experts))
+
+    @property
+    def spread(self) -> bool:
+        """Whether a fresh router spreads the tokens over the slots, because from a tie it would not learn."""
+        return self.router_gradient == "chosen" or self.top_k > 1 or self.routing == "soft"
 
     @property
     def slots(self) -> tuple[str | None, ...]:

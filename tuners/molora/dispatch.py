@@ -103,3 +103,44 @@ def stacked(names: list[str], factors: Factors, stacks: dict[Any, Any]) -> tuple
             b = torch.stack([pad(factors[n][1], (0, rank - factors[n][1].shape[1])) for n in names])
         stacks.update(key=key, a=a, b=b)
     return stacks["a"], stacks["b"]
+
+
+def straight_through(result: Tensor, x: Tensor, decision: Decision, factors: Factors) -> tuple[Tensor, int]:
+    """``result`` itself, with the gradient of ``sum_k p_tk·s_k·B_k·A_k·x_t`` for the probabilities ``p`` of all slots.
+
+    The gradient of ``p_tk`` is what expert ``k`` would have changed, so a token learns of experts it was not sent through,
+    and a token on the null expert learns at all. Only the codes ``A_k·x_t`` are kept for it, ``r`` numbers per token.
+
+    Returns:
+        the result, and the number of rows that went through an A for it.
+    """
+    present = [(slot, *factors[s]) for slot, s in enumerate(decision.slots) if s is not None and s in factors]
+    if not present or decision.probabilities is None:
+        return result, 0
+    with torch.no_grad():
+        flat = x.reshape(-1, x.shape[-1])
+        codes = [linear(flat.to(a.dtype), a) for _, a, _, _ in present]
+    probabilities = decision.probabilities.to(result.device)
+    found: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+        result, probabilities, [slot for slot, *_ in present], [s for *_, s in present], *codes, *[b for _, _, b, _ in present]
+    )
+    return found, len(present) * len(flat)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, p: Tensor, slots: list[int], scalings: list[float], *codes_and_b: Tensor) -> Tensor:
+        ctx.save_for_backward(*codes_and_b)
+        ctx.slots, ctx.scalings, ctx.like = slots, scalings, p.detach()
+        return result.view_as(result)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        codes, bs = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        own = torch.zeros_like(ctx.like).reshape(-1, ctx.like.shape[-1])
+        for slot, scaling, code, b in zip(ctx.slots, ctx.scalings, codes, bs, strict=True):
+            own[:, slot] = (linear(rows.to(b.dtype), b.T) * code).sum(-1).to(own.dtype) * scaling
+        return gradient, own.reshape(ctx.like.shape), None, None, *(None for _ in saved)

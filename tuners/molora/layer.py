@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.tuners.linear import TunerLinear
 from hfplug.tuners.molora.config import MoLoraConfig
-from hfplug.tuners.molora.dispatch import add_deltas
+from hfplug.tuners.molora.dispatch import add_deltas, straight_through
 from hfplug.tuners.molora.plan import plan_of
 from hfplug.tuners.molora.router import Router
 from hfplug.tuners.molora.state import Forced, ModelState
@@ -78,7 +78,7 @@ class MoLoraLinear(TunerLinear):
         self._seen_filled.pop(adapter_name, None)
         if self.key in plan.hosts:
             features = self.in_features if config.router_scope == "module" else plan.features
-            self.molora_router[adapter_name] = Router(features, config.router_hidden, len(config.slots))
+            self.molora_router[adapter_name] = Router(features, config.router_hidden, len(config.slots), spread=config.spread)
         self.place(adapter_name)
 
     def holds(self, name: str) -> bool:
@@ -128,9 +128,12 @@ class MoLoraLinear(TunerLinear):
         factors = {expert: (*experts.pair(expert), scale) for expert, scale in scaling.items()}
         result, rows = add_deltas(result, x, decision, factors, self.molora_stacks[name])
         self._counter["rows"] += rows
-        if name in self.molora_router and decision.weight is not None and decision.weight.requires_grad:
+        if decision.probabilities is not None and torch.is_grad_enabled():
+            result, rows = straight_through(result, x, decision, factors)
+            self._counter["rows"] += rows
+        if name in self.molora_router and decision.learns is not None:
             # All tokens may have gone to the null expert; DDP waits for a gradient of every parameter, so there is one: zero.
-            result = result + (decision.weight.sum() * 0).to(result.dtype)
+            result = result + (decision.learns.sum() * 0).to(result.dtype)
         return result
 
     def _check_filled(self, name: str) -> None:

@@ -18,13 +18,20 @@ class Decision:
     Attributes:
         slots: what a value of ``index`` means; ``None`` is the null expert.
         index: ``(batch, tokens, k)`` int64, the chosen slots of each token, each at most once.
-        weight: ``(batch, tokens, k)`` float of them, with the router's gradient; ``None``: all are 1 and nothing learns.
+        weight: ``(batch, tokens, k)`` float of them, with the router's gradient; ``None``: all are 1.
+        probabilities: ``(batch, tokens, slots)`` float with the router's gradient, where all experts shall give it one.
     """
 
     slots: Slots
     index: Tensor
     weight: Tensor | None = None
+    probabilities: Tensor | None = None
     _sorted: tuple[Tensor, list[int]] | None = field(default=None, repr=False)
+
+    @property
+    def learns(self) -> Tensor | None:
+        """What carries the router's gradient, if anything does."""
+        return next((t for t in (self.weight, self.probabilities) if t is not None and t.requires_grad), None)
 
     def by_slot(self) -> tuple[Tensor, list[int]]:
         """Positions of the flattened ``index`` sorted by slot (stable), and how many of them each slot has.
@@ -37,12 +44,15 @@ class Decision:
         return self._sorted
 
 
-def choose(logits: Tensor, slots: Slots, *, top_k: int = 1, soft: bool = False, temperature: float = 1.0) -> Decision:
+def choose(
+    logits: Tensor, slots: Slots, *, top_k: int = 1, soft: bool = False, temperature: float = 1.0, gradient: str = "all"
+) -> Decision:
     """Turn logits into a decision.
 
-    Hard, one expert: ``k = argmax``, ties to the lowest index, weight exactly 1 with the gradient of ``p_k`` (straight-through:
-    ``w = p_k + stopgrad(1 - p_k)``; written ``1 + (p_k - stopgrad(p_k))``, which rounding leaves at 1). Hard, several: the
-    best ``top_k`` with their probabilities renormalised. Soft: all, with their probabilities.
+    Hard, one expert: ``k = argmax``, ties to the lowest index, at scale 1, with a straight-through gradient: of ``p_k`` alone
+    (``w = p_k + stopgrad(1 - p_k)``; written ``1 + (p_k - stopgrad(p_k))``, which rounding leaves at 1), or of all ``p``
+    (:func:`hfplug.tuners.molora.dispatch.straight_through`). Hard, several: the best ``top_k`` with their probabilities
+    renormalised. Soft: all, with their probabilities.
 
     Args:
         logits: ``(..., slots)`` float.
@@ -57,7 +67,11 @@ def choose(logits: Tensor, slots: Slots, *, top_k: int = 1, soft: bool = False, 
     chosen = probabilities.gather(-1, index)
     if top_k > 1:
         return Decision(slots, index, chosen / chosen.sum(-1, keepdim=True))
-    return Decision(slots, index, 1 + (chosen - chosen.detach()) if chosen.requires_grad else None)
+    if not chosen.requires_grad:
+        return Decision(slots, index)
+    if gradient == "all":
+        return Decision(slots, index, probabilities=probabilities)
+    return Decision(slots, index, 1 + (chosen - chosen.detach()))
 
 
 class Router(nn.Module):
@@ -67,17 +81,21 @@ class Router(nn.Module):
         features: size of ``h``.
         hidden: rows of ``W1``.
         rows: the slots it chooses from.
+        spread: start with small random rows instead of zeros.
     """
 
-    def __init__(self, features: int, hidden: int, rows: int) -> None:
+    def __init__(self, features: int, hidden: int, rows: int, *, spread: bool = False) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(hidden, features))
         self.w2 = nn.Parameter(torch.empty(rows, hidden))
         self.bias = nn.Parameter(torch.zeros(rows))
         nn.init.kaiming_uniform_(self.w1, a=math.sqrt(5))
-        # Not zero: all tokens would tie to the null expert, whose delta is zero and gives the straight-through weight no
-        # gradient. With small random rows the tokens start spread over the experts, with almost equal probabilities.
-        nn.init.normal_(self.w2, std=0.02)
+        # At zero all slots tie and the first wins: the null expert, so a fresh adapter is the base model. Where only the chosen
+        # expert gives a gradient the null expert, whose delta is zero, would give none for ever: there the tokens start spread.
+        if spread:
+            nn.init.normal_(self.w2, std=0.02)
+        else:
+            nn.init.zeros_(self.w2)
 
     def forward(self, h: Tensor) -> Tensor:
         """``(..., features) -> (..., rows)``."""

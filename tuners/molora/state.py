@@ -101,7 +101,9 @@ class ModelState:
         router = layer.molora_router[name]
         logits = router(h.to(router.w1.device))
         soft = config.routing == "soft"
-        decision = choose(logits, config.slots, top_k=config.top_k, soft=soft, temperature=config.temperature)
+        decision = choose(
+            logits, config.slots, top_k=config.top_k, soft=soft, temperature=config.temperature, gradient=config.router_gradient
+        )
         if call is not None and call.grad and not self.scope.recompute:
             call.memo.setdefault(LOGITS, []).append(Logits(name, config, logits, decision.index))
         return decision
@@ -133,7 +135,7 @@ class ModelState:
                 f"molora: {layer.key!r} runs outside a forward of {type(self.scope.stack).__name__}, so its tokens have "
                 "no decision; call the whole model, or use router_scope='module'"
             )
-        if decision.weight is not None and decision.weight.requires_grad and not torch.is_grad_enabled():
+        if decision.learns is not None and not torch.is_grad_enabled():
             raise UnsupportedError(
                 "molora: reentrant gradient checkpointing hides the gradient of the router; set "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}, or use router_scope="module"'
