@@ -35,7 +35,7 @@ CASES = {
     "rank 3, up": ([5, 18, 1], 3, 70),
     "rank 3, down": ([5, 18, 1], 70, 3),
     "whole tiles": ([64, 32, 16], 32, 64),
-    "several tiles each": ([70, 0, 1, 130], 40, 20),
+    "several tiles each": ([70, 0, 1, 50], 40, 20),
     "more experts than rows": ([0, 1] * 9 + [0, 0], 17, 19),
 }
 # Bounds on the RMS error relative to the reference on the same rounded inputs: product, gradients. float16 has three bits more.
@@ -205,8 +205,9 @@ def test_what_is_wrong_is_named(message):
 
 
 def interpreted_results():
-    """Runs in the interpreter."""
-    return {(case, dtype): results(triton_backend(), case, dtype) for case in CASES for dtype in BOUNDS}
+    """Runs in the interpreter; one process, as starting it takes longer than all the rest."""
+    found = {(case, dtype): results(triton_backend(), case, dtype) for case in CASES for dtype in BOUNDS}
+    return {**found, "strides": interpreted_strides(), "wrong offsets": interpreted_wrong_offsets()}
 
 
 def interpreted_strides():
@@ -241,8 +242,8 @@ def test_b60_the_kernels_agree_with_the_reference_in_the_interpreter(interpreted
     check(*interpreted[case, dtype], case, dtype)
 
 
-def test_b60_strides_do_not_matter_to_the_kernels():
-    y, grad_x, grad_weight = interpret(interpreted_strides)
+def test_b60_strides_do_not_matter_to_the_kernels(interpreted):
+    y, grad_x, grad_weight = interpreted["strides"]
     x, weight, offsets, grad = data("empty groups", torch.float32)
     expected = reference.gradients(x, weight, offsets, grad[:1, :1].expand_as(grad))
     assert_rms(y, reference.grouped_linear(x, weight, offsets), 1e-6)
@@ -250,8 +251,8 @@ def test_b60_strides_do_not_matter_to_the_kernels():
     assert_rms(grad_weight, expected[1], 1e-5)
 
 
-def test_b60_wrong_offsets_reach_no_memory_outside_the_tensors():
-    for out in interpret(interpreted_wrong_offsets):
+def test_b60_wrong_offsets_reach_no_memory_outside_the_tensors(interpreted):
+    for out in interpreted["wrong offsets"]:
         assert_written(out)  # NaN would have come from the margins of the inputs
         assert_fence(out)
 
@@ -305,15 +306,46 @@ def compiled(launch, chip):
     return compile_only(launch.kernel, launch.arguments, chip, num_warps=launch.num_warps, num_stages=launch.num_stages)
 
 
-# Registers per thread and bytes of shared memory per block of a rank-16 expert of a 2048-wide module; the bounds leave little
-# room, so that a change that costs a block its place on the chip is seen.
-FIGURES: dict[tuple[str, str], tuple[int, int]] = {}
+# What the launches of a rank-16 expert of a 2048-wide module take: registers per thread, bytes of shared memory per block.
+# Measured with Triton 3.9; a change that takes more than a quarter more, and so costs a block its place, is to be seen.
+FIGURES = {
+    ("sm_80", torch.bfloat16): {"product": (56, 20480), "grad_x": (153, 12288), "grad_weight": (48, 9216)},
+    ("sm_80", torch.float32): {"product": (51, 12288), "grad_x": (48, 8192), "grad_weight": (48, 20480)},
+    ("sm_90", torch.bfloat16): {"product": (38, 30720), "grad_x": (118, 18432), "grad_weight": (47, 9216)},
+    ("sm_90", torch.float32): {"product": (50, 12288), "grad_x": (48, 8192), "grad_weight": (40, 20480)},
+    ("sm_100", torch.bfloat16): {"product": (37, 30736), "grad_x": (96, 18448), "grad_weight": (48, 9216)},
+    ("sm_100", torch.float32): {"product": (52, 12288), "grad_x": (54, 8192), "grad_weight": (42, 20480)},
+    ("gfx942", torch.bfloat16): {"product": (62, 20480), "grad_x": (75, 12288), "grad_weight": (39, 10240)},
+    ("gfx942", torch.float32): {"product": (58, 12288), "grad_x": (58, 8192), "grad_weight": (62, 20480)},
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("chip", "dtype"), FIGURES, ids=lambda v: v if isinstance(v, str) else str(v)[6:])
 def test_the_kernels_fit_every_chip(chip, dtype):
     for name, launch in launches(4096, 4, 2048, 16, dtype).items():
-        found = compiled(launch, chip)
+        found, (registers, shared) = compiled(launch, chip), FIGURES[chip, dtype][name]
         assert_fits(found)
-        print(name, found)
+        assert found.registers <= 1.25 * registers, (name, str(found))
+        assert found.shared <= 1.25 * shared, (name, str(found))
+
+
+def test_every_chip_has_figures():
+    assert {chip for chip, _ in FIGURES} == set(CHIPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_tiles_spill_whatever_the_sizes(chip):
+    seen = set()
+    for dtype, rows, experts in itertools.product((torch.float32, torch.bfloat16), (1, 100, 4096), (4, 100)):
+        for wide, rank in itertools.product((2048, 30), (3, 8, 64)):
+            for d_in, d_out in ((wide, rank), (rank, wide)):
+                for name, launch in launches(rows, experts, d_in, d_out, dtype).items():
+                    # Tiles, and which integers are 1 or divisible by 16, are all that distinguishes two compilations.
+                    numbers = {k: v for k, v in launch.arguments.items() if isinstance(v, int)}
+                    tiles = tuple(v if k.startswith("B") else (v == 1, v % 16 == 0) for k, v in numbers.items())
+                    if (name, dtype, tiles) not in seen:
+                        seen.add((name, dtype, tiles))
+                        assert_fits(compiled(launch, chip))
+    assert len(seen) > 50
