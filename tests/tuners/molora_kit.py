@@ -25,6 +25,11 @@ GPT2 = {"talk": ["c_attn"]}
 FAMILY = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "GPT2LMHeadModel": "gpt2", "Gemma3ForCausalLM": "gemma3"}
 
 
+def family_of(model: Any) -> str:
+    """The name under which the experts of a tiny model are kept."""
+    return FAMILY[type(model).__name__] + ("-wide" if model.config.hidden_size == 64 else "")
+
+
 def folder() -> Path:
     """A temporary folder that goes with the process."""
     made = tempfile.mkdtemp()
@@ -41,10 +46,15 @@ def _folder(family: str) -> Path:
 def expert(family: str, name: str) -> str:
     """The folder of a random LoRA adapter, saved by PEFT."""
     settings = dict(SETTINGS[name])
+    sizes: dict[str, Any] = {}
+    if family.endswith("-wide"):  # as bitsandbytes wants them on a CPU
+        family = family.removesuffix("-wide")
+        sizes = {"hidden_size": 64} if family == "gpt2" else {"hidden_size": 64, "intermediate_size": 64}
+        sizes |= {"head_dim": 64} if family == "gemma3" else {}
     if family == "gpt2" and name in GPT2:
         settings |= {"target_modules": GPT2[name], "alpha_pattern": {}}
-    place = _folder(family) / name
-    make_lora(models.TINY_MODELS[family](), place, seed=1 + sorted(SETTINGS).index(name), **settings)
+    place = _folder(f"{family}-{len(sizes)}") / name
+    make_lora(models.TINY_MODELS[family](**sizes), place, seed=1 + sorted(SETTINGS).index(name), **settings)
     return str(place)
 
 

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hfplug import UnsupportedError
-from hfplug.testing import models
 from hfplug.testing.tuner import TunerContract
 
 
 class MoLoraContract(TunerContract):
     method, options = "molora", {"router_hidden": 16}
+    compiles = False  # how many rows an expert gets is data, which breaks the graph
+    reentrant = False  # hides the gradient of a router that reads the input of a decoder layer
     family = "llama"
 
     @pytest.fixture(autouse=True)
@@ -27,23 +27,11 @@ class MoLoraContract(TunerContract):
 
     def wrap(self, model: Any, **options: Any) -> Any:
         """With the folders that fit the model."""
-        self.family = self.kit.FAMILY[type(model).__name__]
+        self.family = self.kit.family_of(model)
         return super().wrap(model, **options)
 
 
 class TestMoLoraContract(MoLoraContract):
-    @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-    def test_b56_checkpointing_changes_no_gradient_and_no_statistic(self, reentrant: bool) -> None:
-        """Reentrant checkpointing would hide the router's gradient: an error says what to set."""
-        if not reentrant:
-            super().test_b56_checkpointing_changes_no_gradient_and_no_statistic(reentrant)
-            return
-        model = self.trained(models.tiny_llama()).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-        model.enable_input_require_grads()
-        with pytest.raises(UnsupportedError, match=r"use_reentrant.*False"):
-            model(**self.batch(), labels=self.batch()["input_ids"])
-
     def test_b53_no_path_of_an_expert_is_written(self, tmp_path: Path) -> None:
         """Neither folder nor file of the experts stands in anything that is saved; the experts' tensors do."""
         model, adapter, _ = self.saved(tmp_path)
@@ -64,10 +52,7 @@ class TestMoLoraChosenContract(MoLoraContract):
     options: ClassVar[dict[str, Any]] = {"router_hidden": 16, "router_gradient": "chosen"}
     identity_at_init = False
 
-    @pytest.mark.parametrize("reentrant", [False])
-    def test_b56_checkpointing_changes_no_gradient_and_no_statistic(self, reentrant: bool) -> None:
-        super().test_b56_checkpointing_changes_no_gradient_and_no_statistic(reentrant)
-
 
 class TestMoLoraPerModuleContract(MoLoraContract):
     options: ClassVar[dict[str, Any]] = {"router_hidden": 16, "router_scope": "module"}
+    reentrant = True

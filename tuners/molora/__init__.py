@@ -30,8 +30,9 @@ METHOD = Method(
         "Only the abstract of the paper was read: the router, where it reads, its loss and every default are our reading.",
         "Experts are plain LoRA on linear modules inside the token stack; DoRA and other variants, trained biases, embeddings "
         "and initialisations that change the base model (PiSSA, OLoRA, CorDA, LoftQ) are refused.",
-        "The router learns only from tokens it sends through an expert: a token on the null expert gives it no gradient from "
-        "the language model loss; token labels (RouterLoss) do.",
+        "Training with router_gradient='all' (default) takes every expert's rows for the router's gradient; 'chosen' takes N "
+        "rows and hardly learns from the language model loss. Inference takes N rows.",
+        "torch.compile breaks the graph in every adapted module.",
         "Cached keys and values keep the expert of their own token, as decided when it was read.",
     ),
     example='get_peft_model(model, hfplug.tuners.config(type="molora", experts={"math": "math-lora", "code": "code-lora"}))',
