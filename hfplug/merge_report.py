@@ -11,6 +11,8 @@ from typing import Any
 
 ENERGY_BOUND = 0.5
 """Below this share of an adapter's norm a merge warns."""
+EXACT = 1e-6
+"""Below this error a module is its sum but for float32: what is not in it cancelled, and no rank would keep more."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class MergeReport:
     def low(self) -> Iterator[str]:
         """A sentence for every adapter of which some module kept less than :data:`ENERGY_BOUND`."""
         for at, (label, weight) in enumerate(zip(self.adapters, self.weights, strict=True)):
-            kept = [(e, m.module) for m in self.modules if (e := m.energy[at]) is not None and e < ENERGY_BOUND]
+            lossy = [m for m in self.modules if m.error > EXACT]
+            kept = [(e, m.module) for m in lossy if (e := m.energy[at]) is not None and e < ENERGY_BOUND]
             if kept and weight:
                 energy, module = min(kept)
                 yield (

@@ -16,7 +16,7 @@ from hfplug.lowrank import CoreSpace, LowRank
 from hfplug.testing import models
 from hfplug.tuners import CtM, CtMConfig
 from hfplug.tuners.ctm.rules import RULES, Draw, elect, trim
-from hfplug.tuners.ctm.subspace import rescaled, subspaces, without_signs
+from hfplug.tuners.ctm.subspace import rescaled, signs, subspaces
 
 OUT, IN = 24, 20
 
@@ -236,7 +236,8 @@ def test_signs_of_the_basis_change_not_one_bit(rule):
 def test_the_basis_returned_has_no_arbitrary_signs():
     U = randn(3, 9, 4)
     flipped = U * torch.tensor([1, -1, -1, 1.0], dtype=torch.float64)
-    assert torch.equal(without_signs(U), without_signs(flipped))
+    assert torch.equal(U * signs(U), flipped * signs(flipped))
+    assert all(torch.equal(signs(b), torch.ones(3, dtype=b.dtype)) for b in ctm(five()).basis)
 
 
 def test_a_rotation_of_the_basis_would_change_ties():

@@ -12,7 +12,7 @@ from hfplug.lowrank import CoreSpace, LowRank
 from hfplug.seams.merge import Merged
 from hfplug.tuners.ctm.config import CtMConfig
 from hfplug.tuners.ctm.rules import RULES, Draw
-from hfplug.tuners.ctm.subspace import rescaled, subspaces, without_signs
+from hfplug.tuners.ctm.subspace import rescaled, signs, subspaces
 
 
 class CtM:
@@ -48,9 +48,10 @@ class CtM:
         kept = max(space.cores.shape[1:]) if rank is None else rank
         taken = space.cores * (scale != 0)[:, None, None]
         found = subspaces(rescaled(taken, config.beta), kept, config.iterations, config.tolerance)
-        U, V = without_signs(space.U @ found.U), without_signs(space.V @ found.V)
-        nothing = torch.zeros(U.shape[1], V.shape[1], dtype=scale.dtype)
-        coordinates = torch.stack([nothing if u is None else (U.T @ u.B) @ (u.A @ V) for u in updates])
+        U, V = space.U @ found.U, space.V @ found.V
+        left, right = signs(U), signs(V)
+        U, V = U * left, V * right
+        coordinates = (found.U * left).T @ space.cores @ (found.V * right)
         merged = self._rule(scale[:, None, None] * coordinates, Draw(config.density, config.drop, generator))
         merged = config.scale * merged
         made = LowRank(V.T, U @ merged) if V.shape[1] <= U.shape[1] else LowRank(merged @ V.T, U)

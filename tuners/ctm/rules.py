@@ -48,7 +48,6 @@ def trim(coordinates: Tensor, density: float) -> Tensor:
 def elect(coordinates: Tensor) -> Tensor:
     """Per entry, the mean over the adapters that agree in sign with the sum; zero where the sum is zero."""
     agree = coordinates.sign() == coordinates.sum(0).sign()
-    agree &= coordinates != 0
     return torch.where(agree, coordinates, 0).sum(0) / agree.sum(0).clamp(min=1)
 
 

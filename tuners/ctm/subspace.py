@@ -81,9 +81,9 @@ def _error(objective: float, total: float) -> float:
     return max(0.0, 1 - objective / total) ** 0.5 if total else 0.0
 
 
-def without_signs(basis: Tensor) -> Tensor:
-    """The basis with the largest entry of every column positive: the signs a decomposition returns are arbitrary."""
-    if not basis.numel():
-        return basis
-    largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
-    return basis * largest.sign()
+def signs(basis: Tensor) -> Tensor:
+    """What to multiply the columns of an orthonormal basis with, so that the largest entry of each is positive.
+
+    The signs a decomposition returns are arbitrary.
+    """
+    return basis.gather(0, basis.abs().argmax(0, keepdim=True)).sign()[0]
