@@ -12,7 +12,7 @@ from hfplug.testing import models
 from hfplug.tuners import routing
 from hfplug.tuners.molora import dispatch
 from hfplug.tuners.molora.router import Decision, choose
-from hfplug.tuners.molora.state import ModelState
+from hfplug.tuners.molora.state import ModelState, table_lookup
 
 NAMES = ("code", "math", "talk")  # experts stand in the order of their names
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma3")
@@ -385,3 +385,9 @@ def test_decisions_for_another_batch_are_refused(molora):
     with routing(model, adapter_ids=["math"] * 3), pytest.raises(ConfigError, match=r"3 rows.*with 2"):
         molora.logits(model, molora.ids())
     assert Decision((None,), torch.zeros(1, 1, 1)).weight is None
+
+
+def test_vocabulary_ranges_end_before_their_end(molora):
+    config = molora.config(router="vocabulary", vocabulary=[[3, 20, "math"], [[7, 30], "talk"]], vocabulary_default="code")
+    found = table_lookup(config, torch.tensor([[2, 3, 7, 19, 20, 30, -200]]))
+    assert found.tolist() == [[1, 2, 3, 2, 1, 3, 1]]
