@@ -117,12 +117,12 @@ def test_a_plugin_that_imports_torch_is_usable_and_said_to_be_slow(site: Site) -
 
 
 def test_b02_the_second_of_two_plugins_with_one_name_is_refused_naming_both(site: Site) -> None:
-    site.add("b-second", MANIFEST, name="molora", version="2.0")
-    site.add("a-first", MANIFEST, name="molora", version="1.0")
+    site.add("b-second", MANIFEST, name="toylora", version="2.0")
+    site.add("a-first", MANIFEST, name="toylora", version="1.0")
     methods, problems = site.listing()
-    assert methods["molora"]["distribution"] == "a-first"
-    assert "a-first 1.0" in problems["molora"]
-    assert "b-second 2.0" in problems["molora"]
+    assert methods["toylora"]["distribution"] == "a-first"
+    assert "a-first 1.0" in problems["toylora"]
+    assert "b-second 2.0" in problems["toylora"]
 
 
 def test_b02_a_stranger_cannot_take_a_name_of_hfplug(site: Site) -> None:
@@ -165,11 +165,11 @@ def test_an_unknown_name_in_the_environment_is_an_error(site: Site, variable: st
 
 def test_the_order_of_discovery_does_not_depend_on_the_path(site: Site, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = Site(tmp_path_factory.mktemp("other"))
-    site.add("b-second", MANIFEST, name="molora")
-    other.add("a-first", MANIFEST, name="molora")
+    site.add("b-second", MANIFEST, name="toylora")
+    other.add("a-first", MANIFEST, name="toylora")
     for first, second in ((site, other), (other, site)):
         path = os.pathsep.join([str(first.path), str(second.path)])
-        code = "import hfplug; print(hfplug.catalogue().get('molora').source.distribution)"
+        code = "import hfplug; print(hfplug.catalogue().get('toylora').source.distribution)"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
         )

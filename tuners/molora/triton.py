@@ -110,18 +110,21 @@ def weight_kernel(  # type: ignore[no-untyped-def]
     outputs = ((tile // across) * BO + tl.arange(0, BO)).to(tl.int64)
     i_mask = inputs < I
     o_mask = outputs < O
-    lanes = tl.arange(0, BM)
+    rows = start + tl.arange(0, BM)
+    g_at = grad + rows[:, None] * stride_g + outputs[None, :]
+    x_at = x + rows[:, None] * stride_x + inputs[None, :]
 
     acc = tl.zeros((BO, BI), dtype=tl.float32)
     for step in range(tl.cdiv((stop - start).to(tl.int32), BM)):
-        rows = start + step * BM + lanes
-        row_mask = rows < stop
-        g = tl.load(grad + rows[:, None] * stride_g + outputs[None, :], mask=row_mask[:, None] & o_mask[None, :], other=0.0)
-        a = tl.load(x + rows[:, None] * stride_x + inputs[None, :], mask=row_mask[:, None] & i_mask[None, :], other=0.0)
+        row_mask = rows < stop - step * BM
+        g = tl.load(g_at, mask=row_mask[:, None] & o_mask[None, :], other=0.0)
+        a = tl.load(x_at, mask=row_mask[:, None] & i_mask[None, :], other=0.0)
         if WIDEN:
             g = g.to(tl.float32)
             a = a.to(tl.float32)
         acc = tl.dot(tl.trans(g), a, acc, input_precision=PRECISION)
+        g_at += BM * stride_g
+        x_at += BM * stride_x
     at = out + expert * O * I + outputs[:, None] * I + inputs[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=o_mask[:, None] & i_mask[None, :])
 
@@ -163,8 +166,8 @@ def rows_launch(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, ou
 def weight_launch(x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> Launch:
     """How the weight gradient is started: ``x`` (N, d_in), ``grad`` (N, d_out), ``out`` (E, d_out, d_in)."""
     E, d_out, d_in = out.shape
-    # Wider outputs spill registers on sm_80: in float32, and where a row of 16-bit inputs is no multiple of 16 bytes.
-    BM, BI, BO = 32, _power(d_in, 16, 64), _power(d_out, 16, 32)
+    # Wider tiles spill registers on sm_80, in float32 and in 16 bits.
+    BM, BI, BO = 32, _power(d_in, 16, 32), _power(d_out, 16, 32)
     arguments = {
         "x": x, "grad": grad, "out": out, "offsets": offsets, "N": x.shape[0], "I": d_in, "O": d_out,
         "stride_x": x.stride(0), "stride_g": grad.stride(0),
