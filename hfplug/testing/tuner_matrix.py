@@ -243,6 +243,7 @@ class TunerMatrixContract:
         found = {n: p.shape for n, p in self.wrap(bare).named_parameters() if p.requires_grad}
         assert found == expected
 
+    @pytest.mark.slow
     def test_b59_torch_compile(self: Any) -> None:
         """In evaluation: one graph, and another batch size compiles no more often than with PEFT's LoRA; or pieces, but right."""
         import peft
@@ -250,16 +251,17 @@ class TunerMatrixContract:
         from torch._dynamo import testing
 
         make_counter: Any = testing.CompileCounter
+        reset: Any = torch._dynamo.reset
 
         def compiled(model: Any, fullgraph: bool) -> int:
-            torch._dynamo.reset()
+            reset()
             counter: Any = make_counter()
-            fast = torch.compile(model.eval(), backend=counter, fullgraph=fullgraph)
+            fast: Any = torch.compile(model.eval(), backend=counter, fullgraph=fullgraph)
             with torch.no_grad():
                 for rows in (2, 3, 4):
                     batch = self.batch(rows=rows)
                     assert (fast(**batch).logits - self.logits(model, batch)).abs().max() <= 1e-6
-            torch._dynamo.reset()
+            reset()
             return int(counter.frame_count)
 
         model = self.trained(models.tiny_llama())

@@ -97,7 +97,8 @@ def test_what_is_refused(tmp_path):
 def test_the_command(tmp_path):
     models.tiny_llama().save_pretrained(tmp_path / "base")
     adapter(tmp_path / "u", "ulora")
-    words = ["export", str(tmp_path / "u"), "-o", str(tmp_path / "b"), "--approximate", "--base", str(tmp_path / "base"), "--json"]
+    words = ["export", str(tmp_path / "u"), "-o", str(tmp_path / "b"), "--json"]
+    words += ["--approximate", "--base", str(tmp_path / "base")]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

@@ -85,6 +85,7 @@ class MoLoraModel(PluginTuner):
             if isinstance(layer, MoLoraLinear) and layer.molora_state is None:
                 layer.molora_state = state
                 state.layers.append(layer)
+        state.changed()
         if hasattr(stack, "config"):
             state.follow(self.model, list(decoder_layers(stack)))
 

@@ -55,6 +55,7 @@ class ModelState:
         self.given: list[Given] = []
         self.outer_ids: Tensor | None = None
         self._handles: list[Any] = []
+        self._hosts: dict[int, list[tuple[Any, str]]] | None = None
         scope.join("molora")
 
     def follow(self, model: nn.Module, decoder_layers: list[nn.Module]) -> None:
@@ -80,6 +81,7 @@ class ModelState:
         self._handles = []
         self.scope.leave("molora")
         self.layers.clear()
+        self.changed()
 
     # -- decisions ------------------------------------------------------------------------------------------------------
 
@@ -88,13 +90,24 @@ class ModelState:
         call = self.scope.current
         if call is None or self.given:
             return
-        for layer in self.layers:
-            for name in layer.active_adapters:
-                if name in layer.molora_router and not layer.disable_adapters:
-                    config = layer.molora_config[name]
-                    if config.router_scope != "module" and _plan_host(config, layer.key) == index:
-                        place = index if config.router_scope == "layer" else "model"
-                        call.memo["molora", name, place] = self._routed(layer, name, hidden, call)
+        for layer, name in self._routers(index):
+            if name in layer.molora_router and name in layer.active_adapters and not layer.disable_adapters:
+                place = index if layer.molora_config[name].router_scope == "layer" else "model"
+                call.memo["molora", name, place] = self._routed(layer, name, hidden, call)
+
+    def _routers(self, index: int) -> list[tuple[Any, str]]:
+        """The modules and adapters whose router reads the input of a decoder layer; looked up once, it is asked per token."""
+        if self._hosts is None:
+            self._hosts = {}
+            for layer in self.layers:
+                for name, config in layer.molora_config.items():
+                    if name in layer.molora_router and config.router_scope != "module":
+                        self._hosts.setdefault(_plan_host(config, layer.key), []).append((layer, name))
+        return self._hosts.get(index, [])
+
+    def changed(self) -> None:
+        """An adapter was added."""
+        self._hosts = None
 
     def _routed(self, layer: Any, name: str, h: Tensor, call: Call | None) -> Decision:
         config: MoLoraConfig = layer.molora_config[name]
