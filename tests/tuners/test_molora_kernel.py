@@ -167,10 +167,16 @@ def test_strides_do_not_matter():
 
 
 def test_autocast_leaves_the_dtype_alone():
-    x, weight, offsets, _ = data("several tiles each", torch.float32)
+    x, weight, offsets, grad = data("several tiles each", torch.float32)
+
+    def step():
+        y = grouped_linear(x.requires_grad_(), weight.requires_grad_(), offsets)
+        return y, *torch.autograd.grad(y, (x, weight), grad)
+
     with torch.autocast("cpu", torch.bfloat16):
-        found = grouped_linear(x, weight, offsets)
-    assert torch.equal(found, grouped_linear(x, weight, offsets))
+        found = step()
+    for one, expected in zip(found, step(), strict=True):
+        assert torch.equal(one, expected)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -212,6 +218,7 @@ def interpreted_results():
         "strides": interpreted_strides(),
         "wrong offsets": interpreted_wrong_offsets(),
         "nobody": interpreted_rows_of_nobody(),
+        "left over": interpreted_programs_left_over(),
     }
 
 
@@ -252,6 +259,15 @@ def interpreted_rows_of_nobody():
     return out
 
 
+def interpreted_programs_left_over():
+    """Runs in the interpreter: one expert, with the stride of a second one that would lie in no memory at all."""
+    x, weight, offsets, grad = data("one group", torch.float32)
+    far = weight.transpose(1, 2).as_strided((1, 16, 16), (1 << 50, 1, 16))
+    out = torch.empty_like(grad)
+    triton_backend().multiply_rows(x, far, offsets, out)
+    return out
+
+
 @pytest.fixture(scope="module")
 def interpreted():
     return interpret(interpreted_results)
@@ -284,6 +300,12 @@ def test_b60_a_tile_ends_where_its_expert_does(interpreted):
     out = interpreted["nobody"]
     assert_rms(out[:19], reference.grouped_linear(x[:19], weight, torch.tensor([0, 5, 12, 19])), 1e-6)
     assert out[19:].isnan().all()
+
+
+def test_b60_programs_left_over_read_nothing(interpreted):
+    # One that went on would read the weight of an expert that does not exist, which ends the interpreter's process.
+    x, weight, offsets, _ = data("one group", torch.float32)
+    assert_rms(interpreted["left over"], reference.grouped_linear(x, weight, offsets), 1e-6)
 
 
 # -- which path --------------------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
         ctx.backend, ctx.weight_shape = backend, weight.shape
         out = x.new_empty(x.shape[0], weight.shape[1])
-        with torch.autocast(x.device.type, enabled=False):  # the dtypes are the caller's choice
-            backend.multiply_rows(x, weight.transpose(1, 2), offsets, out)
+        backend.multiply_rows(x, weight.transpose(1, 2), offsets, out)
         return out
 
     @staticmethod
@@ -75,13 +74,12 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight, offsets = ctx.saved_tensors
         grad_x = grad_weight = None
-        with torch.autocast(grad.device.type, enabled=False):
-            if weight is not None:
-                grad_x = grad.new_empty(grad.shape[0], weight.shape[2])
-                ctx.backend.multiply_rows(grad, weight, offsets, grad_x)
-            if x is not None:
-                grad_weight = grad.new_empty(ctx.weight_shape)
-                ctx.backend.sum_outer(x, grad, offsets, grad_weight)
+        if weight is not None:
+            grad_x = grad.new_empty(grad.shape[0], weight.shape[2])
+            ctx.backend.multiply_rows(grad, weight, offsets, grad_x)
+        if x is not None:
+            grad_weight = grad.new_empty(ctx.weight_shape)
+            ctx.backend.sum_outer(x, grad, offsets, grad_weight)
         return grad_x, grad_weight, None, None
 
 
@@ -89,6 +87,7 @@ def _multiply_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor,
     bounds = offsets.tolist()
     for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if stop > start:
+            # Into the rows themselves: no copy, and autocast leaves a product with `out` alone.
             torch.mm(x[start:stop], weight[expert], out=out[start:stop])
 
 
