@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from hfplug import artefacts
 from hfplug.errors import ConfigError, UnsupportedError, nearest
+from hfplug.loras import PREFIX, WEIGHTS, write_lora
 from hfplug.method import Kind
 from hfplug.plugins import catalogue
 from hfplug.seams.tuner import PluginConfig, PluginTuner
 
 FORMATS = ("lora",)
-WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,14 @@ def export(
     modules, rest = split(tensors, tuner.prefix)
     factors = {key: tuner.to_lora(config, own, key) for key, own in modules.items()}
     made = lora_config({key: a.shape[0] for key, (a, _) in factors.items()}, config)
-    plain = {f"base_model.model.{k}.lora_{n}.weight": t for k, (a, b) in factors.items() for n, t in (("A", a), ("B", b))}
+    plain = {f"{PREFIX}{k}.lora_{n}.weight": t for k, (a, b) in factors.items() for n, t in (("A", a), ("B", b))}
     error = scale = None
     with artefacts.new_folder(output) as folder:
-        write_lora(folder, made, {**plain, **rest}, config, f"Exported from a `{config.method}` adapter by hfplug")
+        write_lora(folder, made, {**{name: t.float() for name, t in plain.items()}, **rest})
+        options = {k: v for k, v in config.to_dict().items() if k not in config.hidden_options and v is not None}
+        stored = artefacts.record(catalogue().get(config.method, Kind.TUNER))
+        origin = f"Exported from a `{config.method}` adapter by {stored['distribution']}"
+        artefacts.plain_card(folder / "README.md", stored, origin, options, made.base_model_name_or_path)
         if base is not None:
             error, scale = _difference(base, adapter, folder, probe)
     rank = max(a.shape[0] for a, _ in factors.values())
@@ -133,7 +137,7 @@ def split(
     tensors: Mapping[str, torch.Tensor], prefix: str
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """The tuner's tensors by module and name within the layer, and what else the file holds (``modules_to_save``)."""
-    own = re.compile(rf"^base_model\.model\.(.+?)\.({re.escape(prefix)}.+)$")
+    own = re.compile(rf"^{re.escape(PREFIX)}(.+?)\.({re.escape(prefix)}.+)$")
     modules: dict[str, dict[str, torch.Tensor]] = {}
     rest = {}
     for name, tensor in tensors.items():
@@ -163,20 +167,6 @@ def lora_config(ranks: Mapping[str, int], source: Any) -> Any:
         inference_mode=True,
         **{name: getattr(source, name) for name in kept},
     )
-
-
-def write_lora(folder: Path, config: Any, tensors: Mapping[str, torch.Tensor], source: Any, how: str) -> None:
-    """Write a plain LoRA and its card into a folder; the factors in float32."""
-    from safetensors.torch import save_file
-
-    stored = {k: (t.float() if ".lora_" in k else t).contiguous() for k, t in tensors.items()}
-    for name, tensor in stored.items():
-        if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all()):
-            raise ConfigError(f"{name} is empty or not finite (a sharded checkpoint, or a diverged run?); nothing was written")
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    config.save_pretrained(str(folder))
-    options = {k: v for k, v in source.to_dict().items() if k not in source.hidden_options and v is not None}
-    artefacts.plain_card(folder / "README.md", source.hfplug, how, options, config.base_model_name_or_path)
 
 
 def _difference(base: Any, adapter: Path, exported: Path, probe: Mapping[str, Any] | None) -> tuple[float, float]:

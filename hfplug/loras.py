@@ -1,4 +1,6 @@
-"""Reading trained LoRA adapters module by module: folders, the Hub, a live ``PeftModel``. What is no plain LoRA is refused.
+"""Reading trained LoRA adapters module by module (folders, the Hub, a live ``PeftModel``), and writing them.
+
+What is no plain LoRA is refused.
 
 A folder is opened lazily: the names and shapes of its tensors are read at once, the tensors of a module when it is asked for.
 """
@@ -17,6 +19,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hfplug.artefacts import is_local_path
@@ -278,3 +281,21 @@ class LiveLora(Lora):
     def factors(self, module: str) -> tuple[Tensor, Tensor, float]:
         layer = self._layers[module]
         return layer.lora_A[self._name].weight, layer.lora_B[self._name].weight, float(layer.scaling[self._name])
+
+
+def write_lora(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write a plain LoRA adapter, the same file for the same adapter.
+
+    Raises:
+        ConfigError: a tensor is empty (a sharded parameter) or not finite (a diverged run).
+    """
+    for name, tensor in tensors.items():
+        if not tensor.numel() or not bool(torch.isfinite(tensor).all()):
+            raise ConfigError(f"{name} is empty or not finite (a sharded checkpoint, or a diverged run?); nothing was written")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+    path = folder / "adapter_config.json"
+    options = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(options["target_modules"], list):  # PEFT writes a set, in any order
+        options["target_modules"].sort()
+    path.write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -9,7 +9,6 @@ tied base is no matter: an ``lm_head`` is merged as any other linear module.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,11 @@ from typing import Any, Protocol
 
 import peft
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hfplug import artefacts
 from hfplug.errors import ConfigError
-from hfplug.loras import PREFIX, WEIGHTS, FolderLora, LiveLora, Lora
+from hfplug.loras import PREFIX, FolderLora, LiveLora, Lora, write_lora
 from hfplug.lowrank import CoreSpace, LowRank
 from hfplug.merge_report import MergeReport, ModuleReport
 from hfplug.method import Kind
@@ -332,15 +330,7 @@ def _warn(report: MergeReport) -> None:
 
 
 def _write_files(folder: Path, how: _How, report: MergeReport, config: peft.LoraConfig, tensors: Mapping[str, Tensor]) -> None:
-    if empty := [name for name, tensor in tensors.items() if not tensor.numel()]:
-        raise ConfigError(f"the result has the empty tensor {empty[0]!r}; nothing was written")
-    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
-    config.save_pretrained(str(folder))
-    path = folder / "adapter_config.json"
-    options = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(options["target_modules"], list):  # PEFT writes a set in any order; the same merge gives the same file
-        options["target_modules"].sort()
-    path.write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_lora(folder, config, tensors)
     entry, stored = how.entry, artefacts.record(how.entry)
     rows: dict[str, Any] = {**report.as_dict()["options"], "rank": report.rank, "seed": how.seed}
     for number, (label, weight) in enumerate(zip(report.adapters, report.weights, strict=True), 1):
