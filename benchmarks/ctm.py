@@ -30,7 +30,7 @@ NAMES = [f"task_{i}" for i in range(TASKS)]
 PEFTS = {"peft svd": {"combination_type": "svd", "svd_rank": R}, "peft linear": {"combination_type": "linear"},
          "peft ties": {"combination_type": "ties", "density": 0.25}}  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {
-    "ctm": {"method": "ctm"}, "ctm mean of ties": {"method": "ctm", "rule": "ties"}, "svd_merge": {"method": "svd_merge"},
+    "ctm": {"method": "ctm"}, "ctm ties": {"method": "ctm", "rule": "ties"}, "svd_merge": {"method": "svd_merge"},
 }  # fmt: skip
 
 

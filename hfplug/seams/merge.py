@@ -358,7 +358,6 @@ def _in_model(
     check_together(loras)
     done = _merge(loras, weights, how)
     config = done.config(loras)
-    trainable = [(p, p.requires_grad) for p in model.parameters()]
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # PEFT draws first values for the factors
             model.add_adapter(name, config)
@@ -366,8 +365,6 @@ def _in_model(
         if name in model.peft_config:
             model.delete_adapter(name)
         raise
-    for parameter, requires_grad in trainable:
-        parameter.requires_grad_(requires_grad)
     modules: Mapping[str, Any] = dict(model.get_base_model().named_modules())
     with torch.no_grad():
         for module, (A, B) in done.padded().items():
