@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from hfplug import artefacts
-from hfplug.errors import ConfigError, UnsupportedError, nearest
+from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest
 from hfplug.loras import PREFIX, WEIGHTS, write_lora
 from hfplug.method import Kind
 from hfplug.plugins import catalogue
 from hfplug.seams.tuner import PluginConfig, PluginTuner
 
 FORMATS = ("lora",)
+_EXACT = 1e-2  # of the logits' size: more than any rounding of a half-precision base
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,12 @@ def export(
         origin = f"Exported from a `{config.method}` adapter by {stored['distribution']}"
         artefacts.plain_card(folder / "README.md", stored, origin, options, made.base_model_name_or_path)
         if base is not None:
-            error, scale = _difference(base, adapter, folder, probe)
+            error, scale = _difference(base, adapter, folder, config.task_type, probe)
+            if tuner.lora_differs is None and error > _EXACT * max(scale, 1.0):
+                raise HfplugError(
+                    f"the exported LoRA should do exactly what the {config.method} adapter does, but its logits differ by "
+                    f"{error:.3g} on a base whose logits have a root mean square of {scale:.3g}; nothing was written"
+                )
     rank = max(a.shape[0] for a, _ in factors.values())
     return ExportReport(output, config.method, len(factors), rank, tuner.lora_differs, error, scale)
 
@@ -169,26 +175,53 @@ def lora_config(ranks: Mapping[str, int], source: Any) -> Any:
     )
 
 
-def _difference(base: Any, adapter: Path, exported: Path, probe: Mapping[str, Any] | None) -> tuple[float, float]:
-    """Largest difference of the logits of two adapters on a probe, and the root mean square of the first's."""
-    import peft
+_HEADS = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+
+
+def _load_base(base: Any, task_type: Any) -> Any:
+    if not isinstance(base, (str, Path)):
+        return base
+    import transformers
 
     from hfplug.models import resolve_model
 
+    task = str(getattr(task_type, "value", task_type))
+    if task not in _HEADS:
+        raise ConfigError(
+            f"base={str(base)!r}: the adapter's task_type is {task_type}, so the kind of head is not known; give the loaded model"
+        )
+    return getattr(transformers, _HEADS[task]).from_pretrained(resolve_model(str(base)))
+
+
+def _difference(
+    base: Any, adapter: Path, exported: Path, task_type: Any, probe: Mapping[str, Any] | None
+) -> tuple[float, float]:
+    """Largest difference of the logits of two adapters on a probe, and the root mean square of the first's."""
+    import peft
+
     logits = []
     for folder in (adapter, exported):
-        model = base
-        if isinstance(base, (str, Path)):
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(resolve_model(str(base)))
+        model = _load_base(base, task_type)
+        before = [(m, m.training) for m in model.modules()], [(p, p.requires_grad) for p in model.parameters()]
         wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
-        if probe is None:
-            count = wrapped.get_input_embeddings().weight.shape[0]
-            probe = {"input_ids": (torch.arange(64) * 7919 % count).view(2, 32)}
-        with torch.no_grad():
-            logits.append(wrapped(**probe).logits.float())
-        wrapped.unload()
+        try:
+            table = wrapped.get_input_embeddings().weight
+            if probe is None:
+                probe = {"input_ids": (torch.arange(64, device=table.device) * 7919 % table.shape[0]).view(2, 32)}
+            with torch.no_grad():
+                logits.append(wrapped(**probe).logits.float())
+        finally:
+            wrapped.unload()
+            for module, training in before[0]:
+                module.training = training
+            for parameter, requires_grad in before[1]:
+                parameter.requires_grad_(requires_grad)
     return float((logits[0] - logits[1]).abs().max()), float(logits[0].square().mean().sqrt())
 
 

@@ -17,6 +17,8 @@ from torch import nn
 from hfplug.errors import ConfigError
 from hfplug.ledger import Ledger
 
+_REGROUPED = "_hfplug_regrouped"
+
 
 @dataclass(frozen=True)
 class OptimizerGroup:
@@ -50,6 +52,8 @@ def apply_optimizer_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -
     Raises:
         ConfigError: the optimizer has taken a step already, or does not hold the parameters.
     """
+    if getattr(optimizer, _REGROUPED, False):
+        return optimizer  # a second time would multiply the rates again
     if optimizer.state:
         raise ConfigError("apply_optimizer_groups: the optimizer has state already; regroup it before the first step")
     for wanted in optimizer_groups(model):
@@ -66,22 +70,33 @@ def apply_optimizer_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -
                 decay = {} if wanted.weight_decay is None else {"weight_decay": wanted.weight_decay}
                 optimizer.add_param_group({**base, **decay, "lr": base["lr"] * wanted.lr_multiplier, "params": params})
     optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+    setattr(optimizer, _REGROUPED, True)
     return optimizer
 
 
 def use_optimizer_groups(trainer: Any) -> Ledger:
     """Make a stock ``Trainer`` build its optimizer with the tuner's groups: one line, before ``train()``."""
     if trainer.optimizer is not None:
+        if trainer.lr_scheduler is not None and optimizer_groups(trainer.model):
+            raise ConfigError(
+                "the trainer was given an optimizer and a scheduler, which knows its groups already: call "
+                "hfplug.tuners.apply_optimizer_groups(optimizer, model) before the scheduler is made"
+            )
         apply_optimizer_groups(trainer.optimizer, trainer.model)
         return Ledger("optimizer_groups")
     stock, ledger = trainer.create_optimizer, Ledger("optimizer_groups")
+    if getattr(stock, _REGROUPED, False):
+        return ledger
 
     @functools.wraps(stock)
     def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+        fresh = trainer.optimizer is None  # a second train() comes here with the optimizer of the first
         optimizer = stock(*args, **kwargs)
-        apply_optimizer_groups(optimizer, trainer.model)
+        if fresh:
+            apply_optimizer_groups(optimizer, trainer.model)
         return optimizer
 
+    setattr(create_optimizer, _REGROUPED, True)
     ledger.set_attr(trainer, "create_optimizer", create_optimizer)
     return ledger
 
@@ -130,12 +145,26 @@ def follow_steps(ledger: Ledger) -> None:
     ledger.run(lambda: register_optimizer_step_post_hook(_after_step), lambda handle: handle.remove())
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _tell("before_optimizer_step", optimizer, optimizer)
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    if closure is None or not _step_watchers:
+        _tell("before_optimizer_step", optimizer, optimizer)
+        return None
+
+    def with_word() -> Any:
+        loss = closure()  # only now are the gradients complete
+        _tell("before_optimizer_step", optimizer, optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], with_word, *args[2:]), kwargs
+    return args, {**kwargs, "closure": with_word}
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _tell("after_optimizer_step", optimizer)
+    skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer is told by the scaler to skip by itself
+    if skipped is None or not bool(skipped):
+        _tell("after_optimizer_step", optimizer)
 
 
 def _tell(moment: str, optimizer: torch.optim.Optimizer, *what: Any) -> None:

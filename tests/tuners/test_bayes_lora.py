@@ -113,6 +113,9 @@ def test_a_sample_has_rank_r_and_the_mean_of_samples_has_not():
         layer.bayes_lora_config["default"].eval_mode, layer.bayes_lora_config["default"].seed = "sample", 0
     assert torch.linalg.matrix_rank(sum(deltas) / 5) > 3
     layer.bayes_lora_config["default"].eval_mode = "mean"
+    for factor, mean, rho in layer.factors("default"):
+        eps = layer.noise("default", factor, ("posterior", 1), rho.rho)
+        assert torch.equal(layer.sample("default", factor, mean, rho, ("posterior", 1)), mean + softplus(rho.rho) * eps)
     a, b = layer.lora_factors("default")
     assert torch.allclose(layer.eval().delta("default", x).T, b @ a, atol=1e-14)
 
@@ -248,6 +251,20 @@ def test_kl_to_the_mixture_is_unbiased(options):
         assert abs(estimate - exact) < 0.02 * abs(exact)
 
 
+def test_the_scales_at_the_start():
+    layer = layers(wrap(models.tiny_llama(), sigma_init=0.1))[0]
+    assert layer.bayes_lora_rho_A["default"].sigma().mean().item() == pytest.approx(0.1 / math.sqrt(3 * 32), rel=1e-3)
+    assert layer.bayes_lora_rho_B["default"].sigma().mean().item() == pytest.approx(0.1 / math.sqrt(4), rel=1e-3)
+
+
+def test_the_pair_of_draws_cancels_the_odd_part():
+    """Where the density is nearly linear in log, plus and minus the noise give nearly the same as its exact mean."""
+    config = BayesLoraConfig(prior_sd=50.0, prior_sd_narrow=50.0)
+    mean, sigma = torch.full((1,), 30.0).double(), torch.full((1,), 1.0).double()
+    values = [float(kl_mixture(mean, sigma, torch.full((1,), e).double(), config)) for e in (0.1, 1.0, 2.0)]
+    assert max(values) - min(values) < 1e-2  # one draw alone moves it by 30·2/50² = 0.024
+
+
 def test_sigma_is_right_where_softplus_is_small():
     for sigma in (1e-6, 1e-3, 0.3, 5.0):
         assert float(Rho(torch.Size([1]), sigma).sigma()) == pytest.approx(sigma, rel=1e-3)
@@ -352,7 +369,9 @@ def test_prepare_counts_the_label_tokens_and_logs_the_kl(sft):
     state = torch.get_rng_state()
     prepare(trainer)
     assert torch.equal(torch.get_rng_state(), state)
-    assert trainer.model.peft_config["default"].train_size == sum(len(row) - 1 for row in data["labels"])
+    expected = sum(len(row) - 1 for row in data["labels"])
+    assert layers(trainer.model)[0].bayes_lora_state.counted == {"default": expected}
+    assert trainer.model.peft_config["default"].train_size is None  # what another dataset must not inherit
     before = float(trainer.model.base_model.kl_loss().detach())
     trainer.train()
     assert trainer.state.log_history[0]["bayes_lora/kl"] == pytest.approx(before, rel=1e-5)
@@ -371,7 +390,7 @@ def test_prepare_counts_the_examples_of_a_classifier_and_refuses_what_it_cannot_
     trainer = models.tiny_trainer(model, train_dataset=Dataset.from_list(rows))
     trainer.data_collator = DataCollatorWithPadding(models.tiny_tokenizer())
     prepare(trainer)
-    assert model.peft_config["default"].train_size == 6
+    assert layers(model)[0].bayes_lora_state.counted == {"default": 6}
     again = models.tiny_trainer(wrap(models.tiny_llama(), train_size=None))
     again.train_dataset = iter([])
     with pytest.raises(UnsupportedError, match="train_size"):
@@ -379,6 +398,134 @@ def test_prepare_counts_the_examples_of_a_classifier_and_refuses_what_it_cannot_
 
 
 # -- bases --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "split", ["one", "A and B", "rho first", "each", "closure", "wrapped", "zeros instead of none"],
+)  # fmt: skip
+def test_however_the_parameters_are_stepped_the_kl_enters_once(split):
+    """Several optimizers, closures, optimizers in optimizers: the weights of one plain optimizer, and one new draw."""
+    results = []
+    for how in ("one", split):
+        model = wrap(models.tiny_llama(), prior="gaussian", train_size=1).train()
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        parts = {
+            "A and B": [[p for n, p in named.items() if k in n] for k in ("lora_A", "lora_B", "rho_A", "rho_B")],
+            "rho first": [[p for n, p in named.items() if ("rho" in n) is w] for w in (True, False)],
+            "each": [[p] for p in named.values()],
+        }.get(how, [list(named.values())])
+        optimizers = [torch.optim.SGD(part, lr=1e-3) for part in parts]
+        if how == "wrapped":
+            optimizers = [Lookahead(optimizers[0])]
+
+        def closure(model=model, optimizers=optimizers):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=split != "zeros instead of none")
+            loss = model(input_ids=ids(), labels=ids()).loss
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            if how == "closure":
+                optimizers[0].step(closure)
+            else:
+                closure()
+                for optimizer in optimizers:
+                    optimizer.step()
+        assert {layer.steps("default") for layer in layers(model)} == {2}
+        results.append({n: p.detach().clone() for n, p in named.items()})
+    moved = max((results[0][n] - p).abs().max() for n, p in wrap(models.tiny_llama()).named_parameters() if "rho" in n)
+    assert moved > 1e-4
+    for name, value in results[0].items():
+        assert (results[1][name] - value).abs().max() <= 1e-6, name
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that steps another inside its own step, as ``ZeroRedundancyOptimizer`` does."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_inactive_adapter_with_zero_gradients_is_left_alone():
+    model = wrap(models.tiny_llama())
+    model.add_adapter("b", model.peft_config["default"])
+    for _, parameter in model.named_parameters():
+        if parameter.requires_grad or "bayes_lora" in _:
+            parameter.requires_grad_(True)
+            parameter.grad = torch.zeros_like(parameter)
+    layer = layers(model)[0]
+    before = layer.bayes_lora_A["b"].weight.detach().clone()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model.train()(input_ids=ids(), labels=ids()).loss.backward()
+    optimizer.step()
+    assert torch.equal(layer.bayes_lora_A["b"].weight, before)
+    assert (layer.steps("default"), layer.steps("b")) == (1, 0)
+
+
+def test_variances_alone_can_be_trained_and_the_mean_alone_leaves_them():
+    model = wrap(models.tiny_llama()).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("rho" in name)
+    rho = layers(model)[0].bayes_lora_rho_A["default"].rho
+    before = rho.detach().clone()
+    step(model)
+    assert not torch.equal(rho, before)
+    assert layers(model)[0].steps("default") == 1
+    model = wrap(models.tiny_llama(), train_mode="mean").train()
+    rho, mean = layers(model)[0].bayes_lora_rho_A["default"].rho, layers(model)[0].bayes_lora_A["default"].weight
+    before = rho.detach().clone(), mean.detach().clone()
+    step(model)
+    assert torch.equal(rho, before[0])
+    assert not torch.equal(mean, before[1])
+
+
+def step(model, **options):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, **options)
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    optimizer.step()
+
+
+def test_weight_decay_on_rho_is_said_once():
+    model = wrap(models.tiny_llama()).train()
+    with pytest.warns(UserWarning, match="weight decay acts on rho"):
+        step(model, weight_decay=0.1)
+
+
+def test_a_frozen_adapter_in_training_is_its_mean():
+    """TRL keeps the reference policy as a frozen adapter of a model in training mode."""
+    model = wrap(models.tiny_llama(), sigma_init=0.5)
+    mean = logits(model)
+    assert not torch.equal(logits(model, training=True), mean)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert torch.equal(logits(model, training=True), mean)
+
+
+def test_the_seed_counts_in_training():
+    first, other = (logits(wrap(models.tiny_llama(), sigma_init=0.5, seed=s), training=True) for s in (0, 1))
+    assert not torch.allclose(first, other, atol=1e-3)
+
+
+def test_prepare_twice_and_training_twice():
+    model = wrap(models.tiny_llama(), train_size=None)
+    trainer = models.tiny_trainer(model, max_steps=1)
+    prepare(trainer)
+    prepare(trainer)
+    trainer.train()
+    assert sorted({g["lr"] / trainer.args.learning_rate for g in trainer.optimizer.param_groups}) == pytest.approx([1, 10])
+    means = {id(mean) for layer in layers(model) for _, mean, _ in layer.factors("default")}
+    assert all(g["weight_decay"] == 0 for g in trainer.optimizer.param_groups if means & {id(p) for p in g["params"]})
+    trainer.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    given = models.tiny_trainer(model, max_steps=1)
+    given.optimizer, given.lr_scheduler = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ConfigError, match="apply_optimizer_groups"):
+        prepare(given)
 
 
 def test_half_precision_keeps_rho_where_it_counts():

@@ -74,6 +74,70 @@ def test_what_predictive_and_posterior_refuse():
             pass
 
 
+@pytest.mark.parametrize("state", ["merged", "disabled", "another is active"])
+def test_a_posterior_that_answers_alike_for_every_sample_is_refused(state):
+    model = bayes(task_type="CAUSAL_LM")
+    if state == "merged":
+        model.merge_adapter()
+    elif state == "disabled":
+        model.base_model.disable_adapter_layers()
+    else:
+        model.add_adapter("b", hfplug.tuners.config(type="bayes_lora", r=4, target_modules=["q_proj"]))
+        model.set_adapter("b")
+    with pytest.raises(ConfigError, match=r"merged|disabled|not active"):
+        predictive(model, {"input_ids": ids()})
+
+
+def test_a_block_is_of_its_thread_and_ends_with_it():
+    import copy
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, batch = bayes(task_type="CAUSAL_LM").eval(), ids()
+
+    def run(sample):
+        with posterior(model, sample), torch.no_grad():
+            return model(input_ids=batch).logits
+
+    alone = [run(sample) for sample in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for sample, found in enumerate(pool.map(run, [i % 4 for i in range(32)])):
+            assert torch.equal(found, alone[sample % 4])
+    with torch.no_grad():
+        mean = model(input_ids=batch).logits
+        with posterior(model, 1):
+            twin = copy.deepcopy(model)
+            with pytest.raises(UnsupportedError, match="leave the posterior"):
+                model.merge_adapter()
+        assert torch.equal(twin(input_ids=batch).logits, mean)
+
+
+def test_checkpointing_inside_a_block_is_refused():
+    model = bayes(task_type="CAUSAL_LM").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with pytest.raises(UnsupportedError, match="checkpointing"), posterior(model, 1):
+        pass
+
+
+def test_the_last_token_is_the_last_real_one():
+    model, batch = bayes().eval(), ids()
+    mask = torch.ones_like(batch)
+    mask[0, 5:] = 0
+    padded = predictive(model, {"input_ids": batch, "attention_mask": mask}, samples=2, last_token=True)
+    alone = predictive(model, {"input_ids": batch[:1, :5]}, samples=2, last_token=True)
+    assert torch.allclose(padded.mean_probabilities[0], alone.mean_probabilities[0], atol=1e-6)
+
+
+def test_logits_that_exclude_a_class_and_heads_that_are_no_softmax():
+    model = bayes().eval()
+    head = model.get_base_model().lm_head
+    head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([7]), float("-inf")))
+    found = predictive(model, {"input_ids": ids()}, samples=2)
+    assert bool(torch.isfinite(found.mutual_information).all())
+    model.config.problem_type = "regression"
+    with pytest.raises(UnsupportedError, match="regression"):
+        predictive(model, {"input_ids": ids()})
+
+
 # -- metrics against their oracles --------------------------------------------------------------------------------------
 
 
@@ -189,6 +253,32 @@ def test_every_direction_is_disturbed_alike():
         assert torch.allclose(sigma * gram.diagonal().sqrt()[:, None], torch.full_like(sigma, 0.02), rtol=1e-3)
 
 
+def test_directions_that_b_does_not_use_get_no_noise():
+    made = from_lora(lora(rank_pattern={"q_proj": 2}), sigma=0.02)
+    for name, layer in hfplug.tuners.tuner_layers(made, "bayes_lora"):
+        sigma = layer.bayes_lora_rho_A["default"].sigma().detach()
+        assert float(sigma.max()) < 10
+        assert bool((sigma[2:] < 1e-20).all()) is ("q_proj" in name)
+
+
+def test_masked_positions_do_not_count():
+    from hfplug.tuners.bayes_lora.conversion import _changed
+
+    made = from_lora(lora(), sigma=3.0)
+    batch = {"input_ids": ids(), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
+    whole = _changed(made, [batch], 4)
+    batch["attention_mask"][:, 1:] = 0
+    first = _changed(made, [batch], 4)
+    with torch.no_grad(), posterior(made, "mean"):
+        mean = made(**batch).logits.argmax(-1)[:, 0]
+    count = 0
+    for sample in range(4):
+        with torch.no_grad(), posterior(made, sample):
+            count += int((made(**batch).logits.argmax(-1)[:, 0] != mean).sum())
+    assert first == count / 8
+    assert whole != first
+
+
 def test_bisection_finds_the_largest_sigma_within_the_tolerance():
     anchors = [{"input_ids": ids(8, 8, seed)} for seed in range(2)]
     kept = from_lora(lora(), anchors, tolerance=0.05)
@@ -228,8 +318,24 @@ def test_what_from_lora_refuses_leaves_the_lora_alone():
             from_lora(model, **wrong)
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids()).logits, expected)
-    for refused in (lora(use_dora=True), lora(bias="all")):
-        with pytest.raises(UnsupportedError, match="from_lora"):
+    for wrong in ({"samples": 0}, {"iterations": 0}):
+        with pytest.raises(ConfigError, match="integer >= 1"):
+            from_lora(model, [{"input_ids": ids()}], **wrong)
+    nothing = {"input_ids": ids(), "attention_mask": torch.zeros(2, 8, dtype=torch.int64)}
+    with pytest.raises(ConfigError, match="excludes every position"):
+        from_lora(model, [nothing])
+    with pytest.raises(ValueError, match="input_ids"):
+        from_lora(model, [{"input_idz": ids()}])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids()).logits, expected)
+    merged = lora()
+    merged.merge_adapter()
+    for refused in (lora(use_dora=True), lora(bias="all"), lora(trainable_token_indices=[3]), merged):
+        with pytest.raises((UnsupportedError, ConfigError), match="from_lora"):
             from_lora(refused, sigma=1.0)
+    untrained = peft.get_peft_model(models.tiny_llama(), peft.LoraConfig(r=4, task_type="CAUSAL_LM"))
+    with pytest.raises(ConfigError, match="never trained"):
+        from_lora(untrained, [{"input_ids": ids()}])
+    assert any("lora_A" in name for name, _ in untrained.named_parameters())
     with pytest.raises(UnsupportedError, match="IA3"):
         from_lora(peft.get_peft_model(models.tiny_llama(), peft.IA3Config(task_type="CAUSAL_LM")), sigma=1.0)

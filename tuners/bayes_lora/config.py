@@ -57,6 +57,10 @@ class BayesLoraConfig(PluginConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("lora_alpha", "lora_dropout", "sigma_init", "prior_sd", "prior_sd_narrow", "prior_mix", "kl_weight"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a number")
+        sized = self.train_size is None or (type(self.train_size) is int and self.train_size > 0)
         checks = (
             ("r", isinstance(self.r, int) and self.r > 0, "an integer > 0"),
             ("lora_alpha", self.lora_alpha > 0, "> 0"),
@@ -68,7 +72,7 @@ class BayesLoraConfig(PluginConfig):
             ("prior_sd_narrow", self.prior_sd_narrow > 0, "> 0"),
             ("prior_mix", 0 < self.prior_mix < 1, "in (0, 1)"),
             ("kl_weight", self.kl_weight >= 0, ">= 0"),
-            ("train_size", self.train_size is None or self.train_size > 0, "an integer > 0, or None"),
+            ("train_size", sized, "an integer > 0, or None"),
             ("kl_start_step", self.kl_start_step >= 0, ">= 0"),
             ("kl_warmup_steps", self.kl_warmup_steps >= 0, ">= 0"),
             ("rho_lr_multiplier", self.rho_lr_multiplier > 0, "> 0"),
@@ -85,19 +89,22 @@ class BayesLoraConfig(PluginConfig):
         """``s`` of the equations."""
         return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
 
-    def kl_coefficient(self, step: int) -> float:
+    def kl_coefficient(self, step: int, counted: int | None = None) -> float:
         """What the KL is multiplied with at optimizer step ``step`` (the first is 0), in units of the mean loss per term.
+
+        ``counted`` takes the place of ``train_size`` where that is not given.
 
         Raises:
             ConfigError: ``train_size`` is not known.
         """
         if self.kl_weight == 0:
             return 0.0
-        if self.train_size is None:
+        size = self.train_size if self.train_size is not None else counted
+        if size is None:
             raise ConfigError(
                 "bayes_lora: the loss is a mean over label tokens, so the KL must be divided by their number, which is not "
                 "known: call hfplug.tuners.prepare(trainer) before train(), set train_size=..., or kl_weight=0 for no prior"
             )
         since = step - self.kl_start_step
         ramp = 0.0 if since < 0 else min(1.0, since / self.kl_warmup_steps) if self.kl_warmup_steps else 1.0
-        return self.kl_weight * ramp / self.train_size
+        return self.kl_weight * ramp / size

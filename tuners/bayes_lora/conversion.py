@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.loras import check_options
 from hfplug.tuners.bayes_lora.config import BayesLoraConfig
 from hfplug.tuners.bayes_lora.layer import BayesLoraLinear
 from hfplug.tuners.bayes_lora.posterior import posterior
@@ -63,9 +64,18 @@ def from_lora(
     batches = None if anchors is None else list(anchors)
     if batches == []:
         raise ConfigError("from_lora: anchors is empty")
+    for name, value in (("samples", samples), ("iterations", iterations)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"from_lora: {name}={value!r} must be an integer >= 1")
     config, factors = _lora_factors(model, adapter_name)
+    if not any(bool(b.any()) for _, b in factors.values()):
+        raise ConfigError("from_lora: every B is zero, so the adapter was never trained and no noise would change anything")
+    with torch.no_grad():  # before the LoRA is taken out: a batch the model cannot take must leave it as it was
+        if batches is not None and not sum(int(_counted(batch, model(**batch).logits).sum()) for batch in batches):
+            raise ConfigError("from_lora: attention_mask excludes every position of the anchors")
     made = BayesLoraConfig(
-        r=config.r, lora_alpha=config.r, random_factors="A", kl_weight=0.0, task_type=config.task_type,
+        r=config.r, lora_alpha=config.r, lora_dropout=config.lora_dropout, random_factors="A", kl_weight=0.0,
+        task_type=config.task_type,
         target_modules=sorted(factors), modules_to_save=config.modules_to_save,
         base_model_name_or_path=config.base_model_name_or_path, revision=config.revision,
     )  # fmt: skip
@@ -86,7 +96,9 @@ def from_lora(
     def spread(value: float) -> None:
         for key, layer in layers.items():
             rho = layer.bayes_lora_rho_A[adapter_name].rho
-            deviation = (value / (directions[key] + _EPS)).clamp(min=1e-30)[:, None].expand(rho.shape)
+            d = directions[key]
+            # What B does not use (rank patterns, padding) changes nothing, and 1e6 times any sigma overflows half precision.
+            deviation = torch.where(d > _EPS * d.max(), value / (d + _EPS), 0.0).clamp(min=1e-30)[:, None].expand(rho.shape)
             # inverse of softplus: x + log(1 - exp(-x)), without loss at both ends
             rho.data.copy_(deviation + torch.log(-torch.expm1(-deviation)))
 
@@ -109,12 +121,14 @@ def _lora_factors(model: Any, adapter_name: str) -> tuple[Any, dict[str, tuple[t
         raise UnsupportedError(f"from_lora: adapter {adapter_name!r} is of type {config.peft_type}, not LORA")
     if len(configs) > 1:
         raise UnsupportedError(f"from_lora: the model has {len(configs)} adapters; delete all but {adapter_name!r}")
-    if config.bias != "none" or getattr(config, "lora_bias", False):
-        raise UnsupportedError("from_lora: a LoRA that trains biases cannot be expressed")
+    options = {**config.to_dict(), "modules_to_save": None}  # those are carried over
+    check_options(f"from_lora: adapter {adapter_name!r}", options)
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, layer in model.get_base_model().named_modules():
         if not isinstance(layer, LoraLayer) or adapter_name not in layer.scaling:
             continue
+        if layer.merged:
+            raise UnsupportedError("from_lora: the LoRA is merged into the base; call model.unmerge_adapter() first")
         if adapter_name not in layer.lora_A or not isinstance(layer.lora_A[adapter_name], nn.Linear) or layer.lora_variant:
             raise UnsupportedError(f"from_lora: {name!r} is not a plain LoRA on a linear layer")
         a, b = (t[adapter_name].weight.detach().double() for t in (layer.lora_A, layer.lora_B))
@@ -128,6 +142,13 @@ def _lora_factors(model: Any, adapter_name: str) -> tuple[Any, dict[str, tuple[t
     return config, found
 
 
+def _counted(batch: Mapping[str, Any], logits: torch.Tensor) -> torch.Tensor:
+    """The predictions that count: those at real tokens, ``(batch, tokens)`` bool, or ``(batch,)`` of a classifier."""
+    keep = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    mask = batch.get("attention_mask")
+    return mask.bool().to(keep.device) if mask is not None and mask.shape == keep.shape else keep
+
+
 @torch.no_grad()
 def _changed(model: Any, batches: list[Mapping[str, Any]], samples: int) -> float:
     """Share of the mean's predictions that a sample changes."""
@@ -135,10 +156,7 @@ def _changed(model: Any, batches: list[Mapping[str, Any]], samples: int) -> floa
     for batch in batches:
         with posterior(model, "mean"):
             logits = model(**batch).logits
-        expected, keep = logits.argmax(-1), torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        mask = batch.get("attention_mask")
-        if mask is not None and mask.shape == keep.shape:
-            keep = mask.bool()
+        expected, keep = logits.argmax(-1), _counted(batch, logits)
         for index in range(samples):
             with posterior(model, index):
                 changed += int(((model(**batch).logits.argmax(-1) != expected) & keep).sum())
@@ -155,8 +173,6 @@ def _largest(
 ) -> float:
     """The largest sigma whose samples change at most ``tolerance`` of the predictions, by bisection of its logarithm."""
     top = max(float(d.max()) for d in directions.values())
-    if top == 0:
-        raise ConfigError("from_lora: every B is zero, so the adapter was never trained and no noise would change anything")
     low, high = top * 1e-8, top * 1e3
     for _ in range(iterations):
         middle = math.sqrt(low * high)

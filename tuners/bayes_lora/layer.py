@@ -94,6 +94,8 @@ class BayesLoraLinear(TunerLinear):
     def delta(self, name: str, x: torch.Tensor) -> torch.Tensor:
         a, b, config = self.bayes_lora_A[name], self.bayes_lora_B[name], self.bayes_lora_config[name]
         features = self.bayes_lora_dropout[name](self._cast_input_dtype(x, a.weight.dtype))
+        if (self.training or torch.is_grad_enabled()) and self.bayes_lora_state is not None:
+            self.bayes_lora_state.ran(self, name)
         draw = self.draw(name)
         if draw is None:
             return b(a(features)) * config.scaling
@@ -109,7 +111,9 @@ class BayesLoraLinear(TunerLinear):
         if chosen is not None:
             return None if chosen == "mean" else ("posterior", chosen)
         if self.training:
-            return ("step", self.steps(name)) if config.train_mode == "sample" else None
+            # A frozen adapter (the reference policy of TRL's trainers) takes no steps, so its sample would never change.
+            trains = any(p.requires_grad for _, mean, rho in self.factors(name) for p in (mean, rho.rho))
+            return ("step", self.steps(name)) if config.train_mode == "sample" and trains else None
         return ("posterior", config.seed) if config.eval_mode == "sample" else None
 
     def steps(self, name: str) -> int:

@@ -34,10 +34,16 @@ class BayesLoraModel(PluginTuner):
                 f"bayes_lora: only the mean can be merged, but adapter {adapter_name!r} evaluates a sample; set "
                 f"model.peft_config[{adapter_name!r}].eval_mode = 'mean' first"
             )
+        if layer.bayes_lora_state is not None and isinstance(layer.bayes_lora_state.chosen, int):
+            raise UnsupportedError("bayes_lora: only the mean can be merged; leave the posterior(model, sample=...) block first")
         super().check_merge(layer, adapter_name)
 
     @classmethod
     def to_lora(cls, config: Any, tensors: Mapping[str, torch.Tensor], key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if config.eval_mode != "mean":
+            raise UnsupportedError(
+                "bayes_lora: only the mean can be exported, but this adapter evaluates a sample; save it with eval_mode='mean'"
+            )
         return mean_factors(config, tensors["bayes_lora_A.weight"], tensors["bayes_lora_B.weight"])
 
     def kl_loss(self) -> torch.Tensor:
