@@ -35,10 +35,11 @@ METHOD = Method(
         "One weight sample per optimizer step, shared by all micro-batches and ranks; not one per example.",
         "The KL is added to the gradients before each optimizer step, not to the logged loss (it is logged as bayes_lora/kl).",
         "The number of training tokens must be known: train_size=, or hfplug.tuners.prepare(trainer), done by `hfplug train`.",
+        "DeepSpeed and FSDP1, which step copies of the parameters, are refused by prepare().",
         "The mean of the predictions is not the prediction of the mean; merging and exporting keep only the latter.",
         "Samples are reproducible on one kind of device; CPU and GPU draw different numbers from the same seed.",
     ),
-    example='get_peft_model(model, hfplug.tuners.config(type="bayes_lora", r=8, train_size=120_000))',
+    example='model = get_peft_model(model, hfplug.tuners.config(type="bayes_lora", r=8)); hfplug.tuners.prepare(trainer)',
     exports=(
         f"{_PACKAGE}.posterior:posterior",
         f"{_PACKAGE}.posterior:predictive",
