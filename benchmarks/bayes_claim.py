@@ -12,7 +12,7 @@ Our own expectation: with so few labels and so many random entries, a KL weight 
 and samples add little to MAP where the posterior stays narrow. "BLoB-like" is `random_factors="A"` with a Gaussian prior, not
 BLoB's own code: no flipout, its step schedule and KL reweighting are not reproduced.
 
-    python benchmarks/bayes_claim.py        # about 7 minutes on one thread
+    python benchmarks/bayes_claim.py        # about 10 minutes on one thread of a busy machine
 """
 
 from __future__ import annotations
