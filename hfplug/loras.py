@@ -97,7 +97,7 @@ class Lora:
                 )
             if len(shape) != 2:
                 raise UnsupportedError(
-                    f"{self.where}: lora_{letter} of {module!r} has shape {shape}; only adapters of linear modules can be merged"
+                    f"{self.where}: lora_{letter} of {module!r} has shape {shape}; only adapters of linear modules are taken"
                 )
         if A[0] != B[1]:
             raise ConfigError(f"{self.where}: the factors of {module!r} do not fit: lora_A {A}, lora_B {B}")
@@ -119,7 +119,7 @@ def check_options(where: str, options: Mapping[str, Any]) -> None:
                 f"{where} is of type {kind!r}, a tuner of {entry.source}; write it as a plain LoRA first, where it can be: "
                 "`hfplug export ADAPTER --to lora --output DIR`"
             )
-        raise ConfigError(f"{where} is of type {kind!r}; only adapters of type 'LORA' can be merged")
+        raise ConfigError(f"{where} is of type {kind!r}; only adapters of type 'LORA' are taken")
     for option, harmless in _HARMLESS.items():
         if options.get(option, harmless[0]) not in harmless:
             raise UnsupportedError(
@@ -130,7 +130,7 @@ def check_options(where: str, options: Mapping[str, Any]) -> None:
     if init.startswith(_CHANGES_BASE):
         raise UnsupportedError(
             f"{where}: init_lora_weights={init!r} changed the weights of its base model, so its update is not one of the weights "
-            "that others share; convert it (PEFT's path_initial_model_for_weight_conversion) and merge the result"
+            "that others share; convert it (PEFT's path_initial_model_for_weight_conversion) and use the result"
         )
     known = peft.LoraConfig.__dataclass_fields__
     for option, value in options.items():
@@ -147,12 +147,14 @@ class FolderLora(Lora):
     Args:
         source: folder or hub id.
         number: its place among the adapters, for the title.
+        what: what to call it in messages.
     """
 
-    def __init__(self, source: str | Path, number: int = 1) -> None:
-        config, self.path = _files(source)
-        options = _json(config, f"adapter {str(source)!r}")
-        super().__init__(f"adapter {str(source)!r}", str(source), options)
+    def __init__(self, source: str | Path, number: int = 1, what: str = "adapter") -> None:
+        where = f"{what} {str(source)!r}"
+        config, self.path = _files(source, where)
+        options = _json(config, where)
+        super().__init__(where, str(source), options)
         if is_local_path(str(source)):
             self.title = f"local adapter {number}: r={options.get('r', 8)}, sha256={file_digest(self.path)}"
         self._names: dict[tuple[str, str], str] = {}
@@ -177,10 +179,10 @@ class FolderLora(Lora):
     @staticmethod
     def _stranger(name: str) -> str:
         if "lora_embedding" in name:
-            return f"{name!r} is of an embedding; only adapters of linear modules can be merged"
+            return f"{name!r} is of an embedding; only adapters of linear modules are taken"
         if "lora_magnitude" in name:
             return f"{name!r} is a magnitude of DoRA, which is no low-rank update"
-        return f"the tensor {name!r} is no LoRA factor; whole weights (embeddings, heads, biases) cannot be merged"
+        return f"the tensor {name!r} is no LoRA factor; whole weights (embeddings, heads, biases) are not taken"
 
     def _scaling(self, module: str) -> float:
         ranks, alphas = self.options.get("rank_pattern") or {}, self.options.get("alpha_pattern") or {}
@@ -203,8 +205,8 @@ class FolderLora(Lora):
             return file.get_tensor(name)
 
 
-def _files(source: str | Path) -> tuple[Path, Path]:
-    where, names = f"adapter {str(source)!r}", ("adapter_config.json", WEIGHTS)
+def _files(source: str | Path, where: str) -> tuple[Path, Path]:
+    names = ("adapter_config.json", WEIGHTS)
     folder = Path(source)
     if folder.is_dir():
         missing = [name for name in names if not (folder / name).is_file()]
@@ -265,14 +267,14 @@ class LiveLora(Lora):
             if not isinstance(layer, LoraLayer):
                 continue
             if name in layer.lora_embedding_A:
-                raise UnsupportedError(f"{where}: {path!r} is an embedding; only adapters of linear modules can be merged")
+                raise UnsupportedError(f"{where}: {path!r} is an embedding; only adapters of linear modules are taken")
             if name not in layer.lora_A:
                 continue
             if name in layer.merged_adapters:
                 raise ConfigError(f"{where} is merged into the weights of {path!r}; call model.unmerge_adapter() first")
             pair = layer.lora_A[name], layer.lora_B[name]
             if not all(isinstance(factor, nn.Linear) for factor in pair):
-                raise UnsupportedError(f"{where}: {path!r} is no linear module; only adapters of linear modules can be merged")
+                raise UnsupportedError(f"{where}: {path!r} is no linear module; only adapters of linear modules are taken")
             self._layers[path] = layer
             self.enter(path, tuple(pair[0].weight.shape), tuple(pair[1].weight.shape))
         if not self.shapes:

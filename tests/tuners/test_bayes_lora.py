@@ -35,7 +35,8 @@ class TestBayesLoraOfAAlone(TunerContract):
 
 
 def wrap(model, stir=0.1, **options):
-    chosen = {"type": "bayes_lora", "r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "train_size": 50, **options}
+    chosen = {"type": "bayes_lora", "r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "train_size": 50}
+    chosen |= {"kl_weight": 1.0, **options}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = peft.get_peft_model(model, hfplug.tuners.config(**chosen))
@@ -324,7 +325,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_gets_the_same_kl():
 def test_the_ramp():
     config = BayesLoraConfig(train_size=10, kl_weight=2.0, kl_start_step=2, kl_warmup_steps=4)
     assert [config.kl_coefficient(s) * 5 for s in range(8)] == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75, 1, 1])
-    assert BayesLoraConfig(train_size=10).kl_coefficient(0) == 0.1
+    assert BayesLoraConfig(train_size=10, kl_weight=1.0).kl_coefficient(0) == 0.1
     assert BayesLoraConfig(kl_weight=0).kl_coefficient(0) == 0
 
 

@@ -73,7 +73,7 @@ ALTERED = {
     "type": ({"peft_type": "LOHA"}, "'LOHA'.*'LORA'"),
     "head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "pissa": ({"init_lora_weights": "pissa"}, "pissa.*base model"),
-    "rank": ({"r": 7}, "rank 4.*says 7"),
+    "rank": ({"r": 7}, "the rank 7.*have 4"),
     "arrow": ({"arrow_config": {"top_k": 1}}, "arrow_config"),
 }
 
@@ -84,7 +84,7 @@ def test_what_is_no_plain_lora_is_refused(molora, tmp_path, case):
     model = models.tiny_llama()
     before, modules = state(model), [type(m) for m in model.modules()]
     bad = edited(molora, tmp_path / "bad", **options)
-    with pytest.raises(ConfigError, match=f"bad.*{said}"):
+    with pytest.raises((ConfigError, UnsupportedError), match=f"bad.*{said}"):
         peft.get_peft_model(model, molora.config(experts={"good": molora.expert("llama", "code"), "bad": bad}))
     assert_untouched(model, before, modules)
 
@@ -111,18 +111,18 @@ def elsewhere(tensors):
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        (without_b, r"layers\.1\.self_attn\.k_proj.*do not fit"),
+        (without_b, r"layers\.1\.self_attn\.k_proj.*lacks its lora_B"),
         (wider, r"k_proj.*33 -> 16.*32 -> 16"),
         (stray, "lora_embedding_A"),
         (elsewhere, r"k_prj.*LlamaForCausalLM does not have.*mean '.*k_proj'"),
-        (lambda tensors: {}, "no tensors"),
+        (lambda tensors: {}, "no (LoRA )?tensors"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(molora, tmp_path, tensors, said):
     model = models.tiny_llama()
     before, modules = state(model), [type(m) for m in model.modules()]
     bad = edited(molora, tmp_path / "bad", tensors=tensors)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, UnsupportedError), match=said):
         peft.get_peft_model(model, molora.config(experts={"bad": bad}))
     assert_untouched(model, before, modules)
 
@@ -139,7 +139,7 @@ def test_pickles_missing_folders_and_no_experts_are_refused(molora, tmp_path):
     folder.mkdir()
     shutil.copy(Path(molora.expert("llama", "math")) / "adapter_config.json", folder)
     (folder / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="pickle"):
+    with pytest.raises(UnsupportedError, match="pickle"):
         molora.wrap(models.tiny_llama(), experts={"math": str(folder)})
     with pytest.raises(ConfigError, match=r"'math'.*no such folder"):
         molora.wrap(models.tiny_llama(), experts={"math": str(tmp_path / "none")})

@@ -41,7 +41,9 @@ class BayesLoraConfig(PluginConfig):
     prior_sd: float = _option(1.0, "standard deviation of the (wide) prior; our reading")
     prior_sd_narrow: float = _option(math.exp(-3), "standard deviation of the narrow part of the mixture (paper, main text)")
     prior_mix: float = _option(0.5, "pi, weight of the wide part (paper)")
-    kl_weight: float = _option(1.0, "weight of the KL against the data; 0: no prior (paper: 0.001 to 1)")
+    kl_weight: float = _option(
+        0.001, "weight of the KL against the data (paper: 0.001 for a Transformer, up to 1 for small networks); 0: no prior"
+    )
     train_size: int | None = _option(
         None, "terms the loss is a mean over in one pass of the training data: label tokens, or examples of a classifier"
     )

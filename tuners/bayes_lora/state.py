@@ -165,6 +165,8 @@ def kl_and_gradients(
     shard = _shard(mean)
     # A stream of its own: the sample that the data's term uses is not used again, so the two estimates are independent.
     eps = layer.noise(name, factor, ("kl", layer.steps(name), *shard[:1]), leaves[1])
+    if layer.bayes_lora_config[name].train_mode == "mean":
+        eps = torch.zeros_like(eps)  # the most probable weights are those of the prior's density at the mean itself
     with torch.enable_grad():
         value = kl(leaves[0], torch.nn.functional.softplus(leaves[1]), eps, layer.bayes_lora_config[name])
         gradients = torch.autograd.grad(value, leaves)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,26 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features
-from peft.utils.other import get_pattern_key
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hfplug.artefacts import is_local_path
 from hfplug.errors import ConfigError, UnsupportedError, nearest
+from hfplug.loras import FolderLora
 
 Modules = dict[str, tuple[int, float]]  # full module name -> (rank, scaling)
 Factors = dict[str, tuple[Tensor, Tensor]]  # full module name -> A (r, in), B (out, r)
-_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
-# Options of LoraConfig that make an adapter something else than s·B·A on linear modules, each with its harmless values.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_qalora": (False,), "lora_bias": (False,), "bias": ("none",), "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "layer_replication": (None, []),
-    "megatron_config": (None,), **{f: (None, False) for f, d in LoraConfig.__dataclass_fields__.items()
-                                   if d.metadata.get("is_lora_variant")},
-}  # fmt: skip
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # such an adapter belongs to a base with other weights
 
 
 @dataclass(frozen=True)
@@ -58,65 +46,18 @@ def read_expert(name: str, source: str | Path) -> Expert:
     """Read a LoRA adapter from a folder or the Hub.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it is no plain LoRA of linear modules.
+        ConfigError: there is none, it is damaged, or it is no LoRA.
+        UnsupportedError: it is more than a plain LoRA of linear modules.
     """
-    where = f"expert {name!r} ({source})"
-    files = _files(where, source)
-    options = json.loads(files["adapter_config.json"].read_text(encoding="utf-8"))
-    if options.get("peft_type") != "LORA":
-        raise ConfigError(f"{where}: peft_type is {options.get('peft_type')!r}; an expert must be a plain 'LORA' adapter")
-    for option, harmless in _REFUSED.items():
-        if options.get(option, harmless[0]) not in harmless:
-            raise ConfigError(
-                f"{where}: {option}={options[option]!r} makes it more than s·B·A on linear modules, so it cannot be routed per "
-                f"token; allowed: {harmless[0]!r}"
-            )
-    init = str(options.get("init_lora_weights")).lower()
-    if init.startswith(_CHANGES_BASE):
-        raise ConfigError(f"{where}: init_lora_weights={init!r} changed the weights of its base model, which the experts share")
-    found: dict[str, dict[str, Tensor]] = {}
-    tensors = load_file(files["adapter_model.safetensors"])
-    for key, tensor in tensors.items():
-        match = _KEY.fullmatch(key)
-        if match is None or tensor.dim() != 2 or not tensor.is_floating_point():
-            raise ConfigError(f"{where}: the tensor {key!r} {tuple(tensor.shape)} is no LoRA factor of a linear module")
-        found.setdefault(match["module"], {})[match["factor"]] = tensor
+    lora = FolderLora(source, what=f"expert {name!r}")
+    if lora.copies:
+        name = min(lora.copies)
+        raise UnsupportedError(f"{lora.where}: {name!r} is a copy of a weight of the base, saved with a target that is not taken")
     modules, factors = {}, {}
-    for module, pair in sorted(found.items()):
-        if set(pair) != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
-            shapes = {factor: tuple(tensor.shape) for factor, tensor in pair.items()}
-            raise ConfigError(f"{where}: module {module!r} has the factors {shapes}; A and B do not fit")
-        rank = pair["A"].shape[0]
-        ranks, alphas = options.get("rank_pattern") or {}, options.get("alpha_pattern") or {}
-        named = ranks.get(get_pattern_key(ranks, module), options.get("r", 8))
-        if named != rank:
-            raise ConfigError(f"{where}: module {module!r} has rank {rank}, but adapter_config.json says {named}")
-        alpha = alphas.get(get_pattern_key(alphas, module), options.get("lora_alpha", 8))
-        modules[module] = (rank, float(alpha / (rank**0.5 if options.get("use_rslora") else rank)))
-        factors[module] = (pair["A"], pair["B"])
-    if not modules:
-        raise ConfigError(f"{where}: its file holds no tensors")
-    return Expert(modules, factors, digest(factors), options.get("base_model_name_or_path") or None)
-
-
-def _files(where: str, source: str | Path) -> dict[str, Path]:
-    names = ("adapter_config.json", "adapter_model.safetensors")
-    if Path(source).is_dir():
-        found = {name: Path(source) / name for name in names}
-        missing = [name for name, path in found.items() if not path.is_file()]
-        if missing:
-            pickled = (Path(source) / "adapter_model.bin").is_file() and missing == [names[1]]
-            why = "; adapter_model.bin is a pickle and is not read: save it with safetensors" if pickled else ""
-            raise ConfigError(f"{where}: the folder lacks {missing}{why}")
-        return found
-    if is_local_path(str(source)):
-        raise ConfigError(f"{where}: there is no such folder")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return {name: Path(hf_hub_download(str(source), name)) for name in names}
-    except Exception as error:
-        raise ConfigError(f"{where}: neither a folder nor an adapter on the Hub: {error}") from error
+    for module in sorted(lora.shapes):
+        a, b, scaling = lora.factors(module)
+        modules[module], factors[module] = (a.shape[0], scaling), (a, b)
+    return Expert(modules, factors, digest(factors), lora.options.get("base_model_name_or_path") or None)
 
 
 def digest(factors: Factors) -> str:
