@@ -24,7 +24,7 @@ import peft.mapping
 import torch
 from peft.config import PeftConfig, PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, resolve_quantization_backend
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
@@ -244,6 +244,10 @@ class PluginTuner(BaseTuner):
         """Refuse to merge an adapter of a layer by raising; called for every layer before any weight is changed."""
         if hasattr(layer, "check_merge"):
             layer.check_merge(adapter_name, self.peft_config[adapter_name])
+        elif resolve_quantization_backend(layer.get_base_layer()) is not None:
+            raise UnsupportedError(
+                f"{self.method}: merging into a quantised base is not supported by this tuner, whatever merge_quantized says"
+            )
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:

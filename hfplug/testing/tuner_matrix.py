@@ -77,11 +77,13 @@ class TunerMatrixContract:
     Attributes:
         compiles: whether ``torch.compile(fullgraph=True)`` takes the adapted model in evaluation; ``False``: it breaks the
             graph, and then compiling in pieces must still give the same logits.
+        merges_quantized: whether ``merge_quantized=True`` merges into 4 bits; ``False``: it is refused all the same.
         reentrant: whether reentrant checkpointing works; ``False``: it must be refused in the forward.
     """
 
     method: ClassVar[str]
     compiles: ClassVar[bool] = True
+    merges_quantized: ClassVar[bool] = True
     reentrant: ClassVar[bool] = True
 
     @pytest.mark.parametrize("base", BASES)
@@ -195,6 +197,8 @@ class TunerMatrixContract:
             with pytest.raises(NotImplementedError, match="merge_quantized"):
                 merge()
         assert torch.equal(self.logits(model, batch), logits), "a refused merge changed the model"
+        if not self.merges_quantized:
+            return
         model.peft_config["default"].merge_quantized = True
         with pytest.warns(UserWarning, match=r"logits moved by up to [0-9.e-]+"):
             model.merge_adapter()

@@ -5,7 +5,7 @@ from hfplug.testing.tuner import TunerContract
 
 
 class TestRowScale(TunerContract):
-    method, merge = "rowscale", {}
+    method, merge, merges_quantized = "rowscale", {}, False
 
 
 class TestTokenCounter(CallbackContract):
