@@ -21,6 +21,7 @@ from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest
 from hfplug.loras import PREFIX, WEIGHTS, write_lora
 from hfplug.method import Kind
 from hfplug.plugins import catalogue
+from hfplug.probing import evaluating, probe_ids
 from hfplug.seams.tuner import PluginConfig, PluginTuner
 
 FORMATS = ("lora",)
@@ -98,10 +99,9 @@ def export(
     modules, rest = split(tensors, tuner.prefix)
     factors = {key: tuner.to_lora(config, own, key) for key, own in modules.items()}
     made = lora_config({key: a.shape[0] for key, (a, _) in factors.items()}, config)
-    plain = {f"{PREFIX}{k}.lora_{n}.weight": t for k, (a, b) in factors.items() for n, t in (("A", a), ("B", b))}
     error = scale = None
     with artefacts.new_folder(output) as folder:
-        write_lora(folder, made, {**{name: t.float() for name, t in plain.items()}, **rest})
+        write_lora(folder, made, {key: (a.float(), b.float()) for key, (a, b) in factors.items()}, rest)
         options = {k: v for k, v in config.to_dict().items() if k not in config.hidden_options and v is not None}
         stored = artefacts.record(catalogue().get(config.method, Kind.TUNER))
         origin = f"Exported from a `{config.method}` adapter by {stored['distribution']}"
@@ -208,20 +208,16 @@ def _difference(
     logits = []
     for folder in (adapter, exported):
         model = _load_base(base, task_type)
-        before = [(m, m.training) for m in model.modules()], [(p, p.requires_grad) for p in model.parameters()]
-        wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
-        try:
-            table = wrapped.get_input_embeddings().weight
-            if probe is None:
-                probe = {"input_ids": (torch.arange(64, device=table.device) * 7919 % table.shape[0]).view(2, 32)}
-            with torch.no_grad():
-                logits.append(wrapped(**probe).logits.float())
-        finally:
-            wrapped.unload()
-            for module, training in before[0]:
-                module.training = training
-            for parameter, requires_grad in before[1]:
-                parameter.requires_grad_(requires_grad)
+        asked = {"input_ids": probe_ids(model, 2, 32)} if probe is None else probe
+        trained = [(p, p.requires_grad) for p in model.parameters()]
+        with evaluating(model):
+            wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+            try:
+                logits.append(wrapped(**asked).logits.float())
+            finally:
+                wrapped.unload()
+                for parameter, requires_grad in trained:
+                    parameter.requires_grad_(requires_grad)
     return float((logits[0] - logits[1]).abs().max()), float(logits[0].square().mean().sqrt())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,17 +251,20 @@ class LiveLora(Lora):
     Args:
         model: the model.
         name: the adapter's name.
+        where: what to call it in messages.
+        apart: options that the caller takes care of, whatever they say (``modules_to_save``).
 
     Raises:
         ConfigError: there is no such adapter.
     """
 
-    def __init__(self, model: peft.PeftModel, name: str) -> None:
-        where = f"adapter {name!r} of the model"
+    def __init__(self, model: peft.PeftModel, name: str, where: str = "", apart: Collection[str] = ()) -> None:
+        where = where or f"adapter {name!r} of the model"
         if name not in model.peft_config:
             known = list(model.peft_config)
             raise ConfigError(f"the model has no adapter {name!r}{nearest(name, known)}; it has {known}")
-        super().__init__(where, f"adapter {name!r}", model.peft_config[name].to_dict())
+        options = {key: value for key, value in model.peft_config[name].to_dict().items() if key not in apart}
+        super().__init__(where, f"adapter {name!r}", options)
         self._name, self._layers = name, {}
         for path, layer in model.get_base_model().named_modules():
             if not isinstance(layer, LoraLayer):
@@ -285,12 +288,20 @@ class LiveLora(Lora):
         return layer.lora_A[self._name].weight, layer.lora_B[self._name].weight, float(layer.scaling[self._name])
 
 
-def write_lora(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> None:
+def write_lora(folder: Path, config: Any, factors: Mapping[str, tuple[Tensor, Tensor]], rest: Mapping[str, Tensor]) -> None:
     """Write a plain LoRA adapter, the same file for the same adapter.
+
+    Args:
+        folder: an existing folder.
+        config: the ``LoraConfig``.
+        factors: module name -> ``A``, ``B``.
+        rest: what else the file holds, by its name there.
 
     Raises:
         ConfigError: a tensor is empty (a sharded parameter) or not finite (a diverged run).
     """
+    own = {f"{PREFIX}{m}.lora_{n}.weight": t for m, pair in factors.items() for n, t in zip("AB", pair, strict=True)}
+    tensors = {**own, **rest}
     for name, tensor in tensors.items():
         if not tensor.numel() or not bool(torch.isfinite(tensor).all()):
             raise ConfigError(f"{name} is empty or not finite (a sharded checkpoint, or a diverged run?); nothing was written")

@@ -1,8 +1,9 @@
-"""What the layers of low-rank tuners share: the module they stand on, the loop over active adapters, merging, exact buffers."""
+"""What low-rank tuners share: LoRA's options, the module they stand on, the loop over active adapters, merging, exact buffers."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,6 +14,38 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.seams.tuner import PluginConfig
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a configuration with its help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class LoraOptions(PluginConfig):
+    """The options that a low-rank tuner shares with LoRA, under LoRA's names."""
+
+    r: int = option(8, "rank of the subspace (as in LoRA)")
+    lora_alpha: float = option(8, "scale: s = lora_alpha / r")
+    lora_dropout: float = option(0.0, "dropout on the input of A, in [0, 1) (as in LoRA)")
+    use_rslora: bool = option(False, "s = lora_alpha / sqrt(r) instead (rank-stabilised LoRA)")
+    init_lora_weights: bool = option(True, "LoRA's initialisation (B = 0); False: B random too, for tests")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        numbers = ("lora_alpha", "lora_dropout")
+        self.require(*((name, isinstance(getattr(self, name), (int, float)), "a number") for name in numbers))
+        self.require(
+            ("r", isinstance(self.r, int) and self.r > 0, "an integer > 0"),
+            ("lora_alpha", self.lora_alpha > 0, "> 0"),
+            ("lora_dropout", 0 <= self.lora_dropout < 1, "in [0, 1)"),
+        )
+
+    @property
+    def scaling(self) -> float:
+        """``s`` of the equations."""
+        return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
 
 
 class ExactBuffers(BufferDict):
@@ -38,7 +71,8 @@ class TunerLinear(nn.Module, BaseTunerLayer):
     """Base of a tuner layer on ``nn.Linear``, GPT-2's ``Conv1D`` or a quantised linear PEFT knows.
 
     A subclass sets ``method`` and ``adapter_layer_names``, makes its containers in :meth:`make_containers`, fills them in
-    ``update_layer(adapter_name, config)``, and says in :meth:`delta` what an adapter adds to the output.
+    ``update_layer(adapter_name, config)``, and says in :meth:`delta` what an adapter adds to the output (or in :meth:`adapted`,
+    where that is no sum over the whole of it).
     """
 
     method: ClassVar[str]
@@ -105,8 +139,12 @@ class TunerLinear(nn.Module, BaseTunerLayer):
             result = self.quantization_backend.maybe_clone_base_result(result)
         for name in self.active_adapters:
             if self.holds(name):
-                result = result + self.delta(name, x)
+                result = self.adapted(name, x, result)
         return result.to(dtype)
+
+    def adapted(self, name: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """``result`` ``(..., out_features)`` with adapter ``name`` added, for the input ``x`` ``(..., in_features)``."""
+        return result + self.delta(name, x)
 
     def delta(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """What adapter ``name`` adds to the output for the input ``x`` ``(..., in_features)``: ``(..., out_features)``."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hfplug import artefacts
 from hfplug.errors import ConfigError
-from hfplug.loras import PREFIX, FolderLora, LiveLora, Lora, write_lora
+from hfplug.loras import FolderLora, LiveLora, Lora, write_lora
 from hfplug.lowrank import CoreSpace, LowRank
 from hfplug.merge_report import MergeReport, ModuleReport
 from hfplug.method import Kind
@@ -135,7 +135,7 @@ def merge(
     if output is not None:
         made = done.config(loras)
         with artefacts.new_folder(Path(output)) as folder:
-            _write_files(folder, how, report, made, {**done.tensors(), **copies})
+            _write_files(folder, how, report, made, done.padded(), copies)
     _warn(report)
     return report
 
@@ -237,14 +237,8 @@ class _Done:
 
     def padded(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Factors of one rank: rows and columns of zeros make up the difference."""
-        pad, out = torch.nn.functional.pad, {}
-        for module, (A, B) in self.factors.items():
-            extra = self.rank - A.shape[0]
-            out[module] = pad(A, (0, 0, 0, extra)).contiguous(), pad(B, (0, extra)).contiguous()
-        return out
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"{PREFIX}{m}.lora_{n}.weight": t for m, pair in self.padded().items() for n, t in zip("AB", pair, strict=True)}
+        updates = {module: LowRank(A, B).padded(self.rank) for module, (A, B) in self.factors.items()}
+        return {module: (update.A, update.B) for module, update in updates.items()}
 
     def report(self, output: Path | None, name: str | None) -> MergeReport:
         how = self.how
@@ -329,8 +323,15 @@ def _warn(report: MergeReport) -> None:
 # -- where it goes -----------------------------------------------------------------------------------------------------
 
 
-def _write_files(folder: Path, how: _How, report: MergeReport, config: peft.LoraConfig, tensors: Mapping[str, Tensor]) -> None:
-    write_lora(folder, config, tensors)
+def _write_files(
+    folder: Path,
+    how: _How,
+    report: MergeReport,
+    config: peft.LoraConfig,
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    copies: Mapping[str, Tensor],
+) -> None:
+    write_lora(folder, config, factors, copies)
     entry, stored = how.entry, artefacts.record(how.entry)
     rows: dict[str, Any] = {**report.as_dict()["options"], "rank": report.rank, "seed": how.seed}
     for number, (label, weight) in enumerate(zip(report.adapters, report.weights, strict=True), 1):

@@ -34,6 +34,7 @@ from hfplug.ledger import Ledger
 from hfplug.method import Kind
 from hfplug.options import build
 from hfplug.plugins import Entry, catalogue, load
+from hfplug.probing import evaluating, probe_ids
 
 _MAPPINGS = (
     "PEFT_TYPE_TO_CONFIG_MAPPING",
@@ -98,6 +99,16 @@ class PluginConfig(PeftConfig):
             value = getattr(self, name)
             if isinstance(value, list):
                 setattr(self, name, set(value))
+
+    def require(self, *checks: tuple[str, bool, str]) -> None:
+        """Check options: for each its name, whether it is right, and what is allowed.
+
+        Raises:
+            ConfigError: the first that is not right.
+        """
+        for name, good, allowed in checks:
+            if not good:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {allowed}")
 
     def to_dict(self) -> dict[str, Any]:
         """As PEFT's, with sets as sorted lists: the same adapter gives the same file."""
@@ -217,10 +228,9 @@ class PluginTuner(BaseTuner):
     def _unload_and_optionally_merge(
         self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> nn.Module:
-        if not merge:
-            return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
-        self._check_merge(adapter_names)
-        with self._measured():
+        if merge:
+            self._check_merge(adapter_names)
+        with self._measured() if merge else contextlib.nullcontext():
             return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
 
     def _check_merge(self, adapter_names: list[str] | None) -> None:
@@ -263,16 +273,11 @@ class PluginTuner(BaseTuner):
             warnings.warn(f"{self.method}: merged into a quantised base, which rounds the result; {how}", stacklevel=4)
 
     def _probe(self) -> Any:
-        vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", None)
-        if vocabulary is None or self.model.get_input_embeddings() is None:
+        ids = probe_ids(self.model, 1, 16)
+        if ids is None:
             return None
-        ids = torch.arange(16, device=self.model.get_input_embeddings().weight.device)[None] * 7919 % vocabulary
-        training = self.model.training
-        try:
-            with torch.no_grad():
-                return getattr(self.model.eval()(input_ids=ids), "logits", None)
-        finally:
-            self.model.train(training)
+        with evaluating(self.model):
+            return getattr(self.model(input_ids=ids), "logits", None)
 
     @contextlib.contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hfplug.testing import models
+from hfplug.testing.kernels import rms_ratio
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2")
 BASES = ("bf16", "nf4")  # fp32 is what every other test of the contract runs on
@@ -64,11 +65,6 @@ def build(family: str, base: str) -> Any:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
-
-
-def rms(difference: Any, of: Any) -> float:
-    """Root mean square of a difference over that of what it is a difference of."""
-    return float(difference.float().square().mean().sqrt() / of.float().square().mean().sqrt())
 
 
 class TunerMatrixContract:
@@ -154,7 +150,7 @@ class TunerMatrixContract:
 
         def off(adapted: Any) -> Any:
             alone = self.logits(adapted, {"input_ids": ids[:1, 3:]})[0]
-            return rms(self.logits(adapted, batch)[0, 3:] - alone, alone)
+            return rms_ratio(self.logits(adapted, batch)[0, 3:], alone)
 
         self._within(off, model, base, "left padding")
 
@@ -168,7 +164,7 @@ class TunerMatrixContract:
             with torch.no_grad():
                 first = adapted.eval()(input_ids=ids[:, :6], use_cache=True)
                 rest = [adapted(input_ids=ids[:, i : i + 1], cache=first.cache).logits for i in range(6, ids.shape[1])]
-            return rms(torch.cat([first.logits, *rest], 1) - whole, whole)
+            return rms_ratio(torch.cat([first.logits, *rest], 1), whole)
 
         self._within(off, model, base, "a cache")
 

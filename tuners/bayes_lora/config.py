@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from hfplug.errors import ConfigError
-from hfplug.seams.tuner import PluginConfig
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+from hfplug.tuners.linear import LoraOptions, option
 
 
 @dataclass
-class BayesLoraConfig(PluginConfig):
+class BayesLoraConfig(LoraOptions):
     """Configuration of Bayesian LoRA ("Singular Bayesian Neural Networks", ICML 2026; in an adapter: our reading).
 
     ``dW = s·B̃Ã`` with ``Ã ~ N(A, σ_A²)`` ``(r, in)`` and ``B̃ ~ N(B, σ_B²)`` ``(out, r)``, ``σ = softplus(rho)``, every
@@ -24,49 +20,40 @@ class BayesLoraConfig(PluginConfig):
 
     method: ClassVar[str] = "bayes_lora"
 
-    r: int = _option(8, "rank of the subspace (as in LoRA)")
-    lora_alpha: float = _option(8, "scale: s = lora_alpha / r")
-    lora_dropout: float = _option(0.0, "dropout on the input of A, in [0, 1) (as in LoRA; the paper uses none)")
-    use_rslora: bool = _option(False, "s = lora_alpha / sqrt(r) instead (rank-stabilised LoRA)")
-    init_lora_weights: bool = _option(True, "LoRA's initialisation of the means (B = 0); False: B random too, for tests")
-    random_factors: Literal["both", "A"] = _option(
+    random_factors: Literal["both", "A"] = option(
         "both", "which factors are random: both (paper), or A alone (BLoB), where a fresh adapter samples the base model exactly"
     )
-    sigma_init: float = _option(
+    sigma_init: float = option(
         0.01, "posterior standard deviation at the start, over that of LoRA's initialisation (paper: 0.01 or 0.1); see the page"
     )
-    prior: Literal["scale_mixture", "gaussian"] = _option(
+    prior: Literal["scale_mixture", "gaussian"] = option(
         "scale_mixture", "pi·N(0, prior_sd²) + (1 - pi)·N(0, prior_sd_narrow²) (paper; KL by Monte Carlo), or N(0, prior_sd²)"
     )
-    prior_sd: float = _option(1.0, "standard deviation of the (wide) prior; our reading")
-    prior_sd_narrow: float = _option(math.exp(-3), "standard deviation of the narrow part of the mixture (paper, main text)")
-    prior_mix: float = _option(0.5, "pi, weight of the wide part (paper)")
-    kl_weight: float = _option(
+    prior_sd: float = option(1.0, "standard deviation of the (wide) prior; our reading")
+    prior_sd_narrow: float = option(math.exp(-3), "standard deviation of the narrow part of the mixture (paper, main text)")
+    prior_mix: float = option(0.5, "pi, weight of the wide part (paper)")
+    kl_weight: float = option(
         0.001, "weight of the KL against the data (paper: 0.001 for a Transformer, up to 1 for small networks); 0: no prior"
     )
-    train_size: int | None = _option(
+    train_size: int | None = option(
         None, "terms the loss is a mean over in one pass of the training data: label tokens, or examples of a classifier"
     )
-    kl_start_step: int = _option(0, "optimizer steps without the KL (paper, SST-2: two epochs)")
-    kl_warmup_steps: int = _option(0, "then this many steps of linear increase to its full weight (paper, SST-2: two epochs)")
-    rho_lr_multiplier: float = _option(10.0, "learning rate of rho over the run's; our reading; see hfplug.tuners.prepare")
-    train_mode: Literal["sample", "mean"] = _option("sample", "train on a weight sample per step, or on the mean (MAP)")
-    eval_mode: Literal["mean", "sample"] = _option(
+    kl_start_step: int = option(0, "optimizer steps without the KL (paper, SST-2: two epochs)")
+    kl_warmup_steps: int = option(0, "then this many steps of linear increase to its full weight (paper, SST-2: two epochs)")
+    rho_lr_multiplier: float = option(10.0, "learning rate of rho over the run's; our reading; see hfplug.tuners.prepare")
+    train_mode: Literal["sample", "mean"] = option("sample", "train on a weight sample per step, or on the mean (MAP)")
+    eval_mode: Literal["mean", "sample"] = option(
         "mean",
         "in evaluation: the mean, or the weight sample number `seed`; hfplug.tuners.posterior(model, sample=...) overrides",
     )
-    seed: int = _option(0, "of the weight samples; torch's global generator is never touched")
+    seed: int = option(0, "of the weight samples; torch's global generator is never touched")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lora_alpha", "lora_dropout", "sigma_init", "prior_sd", "prior_sd_narrow", "prior_mix", "kl_weight"):
-            if not isinstance(getattr(self, name), (int, float)):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be a number")
+        numbers = ("sigma_init", "prior_sd", "prior_sd_narrow", "prior_mix", "kl_weight")
+        self.require(*((name, isinstance(getattr(self, name), (int, float)), "a number") for name in numbers))
         sized = self.train_size is None or (type(self.train_size) is int and self.train_size > 0)
-        checks = (
-            ("r", isinstance(self.r, int) and self.r > 0, "an integer > 0"),
-            ("lora_alpha", self.lora_alpha > 0, "> 0"),
-            ("lora_dropout", 0 <= self.lora_dropout < 1, "in [0, 1)"),
+        self.require(
             ("random_factors", self.random_factors in ("both", "A"), "'both' or 'A'"),
             ("sigma_init", self.sigma_init > 0, "> 0"),
             ("prior", self.prior in ("scale_mixture", "gaussian"), "'scale_mixture' or 'gaussian'"),
@@ -82,14 +69,6 @@ class BayesLoraConfig(PluginConfig):
             ("eval_mode", self.eval_mode in ("mean", "sample"), "'mean' or 'sample'"),
             ("seed", isinstance(self.seed, int) and self.seed >= 0, "an integer >= 0"),
         )
-        for name, good, allowed in checks:
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {allowed}")
-
-    @property
-    def scaling(self) -> float:
-        """``s`` of the equations."""
-        return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
 
     def kl_coefficient(self, step: int, counted: int | None = None) -> float:
         """What the KL is multiplied with at optimizer step ``step`` (the first is 0), in units of the mean loss per term.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from hfplug.errors import ConfigError, UnsupportedError
-from hfplug.loras import check_options
+from hfplug.loras import LiveLora
+from hfplug.lowrank import LowRank
 from hfplug.tuners.bayes_lora.config import BayesLoraConfig
 from hfplug.tuners.bayes_lora.layer import BayesLoraLinear
 from hfplug.tuners.bayes_lora.posterior import posterior
@@ -67,16 +66,16 @@ def from_lora(
     for name, value in (("samples", samples), ("iterations", iterations)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"from_lora: {name}={value!r} must be an integer >= 1")
-    config, factors = _lora_factors(model, adapter_name)
-    if not any(bool(b.any()) for _, b in factors.values()):
+    updates = _lora_updates(model, adapter_name)
+    if not any(bool(update.B.any()) for update in updates.values()):
         raise ConfigError("from_lora: every B is zero, so the adapter was never trained and no noise would change anything")
     with torch.no_grad():  # before the LoRA is taken out: a batch the model cannot take must leave it as it was
         if batches is not None and not sum(int(_counted(batch, model(**batch).logits).sum()) for batch in batches):
             raise ConfigError("from_lora: attention_mask excludes every position of the anchors")
+    config, rank = model.peft_config[adapter_name], next(iter(updates.values())).rank
     made = BayesLoraConfig(
-        r=config.r, lora_alpha=config.r, lora_dropout=config.lora_dropout, random_factors="A", kl_weight=0.0,
-        task_type=config.task_type,
-        target_modules=sorted(factors), modules_to_save=config.modules_to_save,
+        r=rank, lora_alpha=rank, lora_dropout=config.lora_dropout, random_factors="A", kl_weight=0.0,
+        task_type=config.task_type, target_modules=sorted(updates), modules_to_save=config.modules_to_save,
         base_model_name_or_path=config.base_model_name_or_path, revision=config.revision,
     )  # fmt: skip
     saved = {n: p.detach().clone() for n, p in model.named_parameters() if f".modules_to_save.{adapter_name}." in n}
@@ -85,10 +84,10 @@ def from_lora(
     layers = {m.key: m for m in bayes.modules() if isinstance(m, BayesLoraLinear)}
     directions: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for key, (a, b) in factors.items():
-            u, d, vt = torch.linalg.svd(b, full_matrices=False)
+        for key, update in updates.items():
+            u, d, vt = torch.linalg.svd(update.B, full_matrices=False)
             layer = layers[key]
-            layer.bayes_lora_A[adapter_name].weight.copy_(vt @ a)
+            layer.bayes_lora_A[adapter_name].weight.copy_(vt @ update.A)
             layer.bayes_lora_B[adapter_name].weight.copy_(u * d)
             directions[key] = d
     bayes.eval()
@@ -109,37 +108,20 @@ def from_lora(
     return bayes
 
 
-def _lora_factors(model: Any, adapter_name: str) -> tuple[Any, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """The LoRA's configuration, and by module name ``A`` and ``B`` in float64, scaling in ``B``, all of rank ``config.r``."""
-    from peft.tuners.lora import LoraLayer
-
+def _lora_updates(model: Any, adapter_name: str) -> dict[str, LowRank]:
+    """The LoRA's update by module name, all of the largest rank there is."""
     configs = getattr(model, "peft_config", {})
     if adapter_name not in configs:
         raise ConfigError(f"from_lora: the model has no adapter {adapter_name!r}; it has {sorted(configs)}")
-    config = copy.copy(configs[adapter_name])
-    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-        raise UnsupportedError(f"from_lora: adapter {adapter_name!r} is of type {config.peft_type}, not LORA")
+    kind = configs[adapter_name].peft_type
+    if str(getattr(kind, "value", kind)) != "LORA":
+        raise UnsupportedError(f"from_lora: adapter {adapter_name!r} is of type {kind}, not LORA")
     if len(configs) > 1:
         raise UnsupportedError(f"from_lora: the model has {len(configs)} adapters; delete all but {adapter_name!r}")
-    options = {**config.to_dict(), "modules_to_save": None}  # those are carried over
-    check_options(f"from_lora: adapter {adapter_name!r}", options)
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, layer in model.get_base_model().named_modules():
-        if not isinstance(layer, LoraLayer) or adapter_name not in layer.scaling:
-            continue
-        if layer.merged:
-            raise UnsupportedError("from_lora: the LoRA is merged into the base; call model.unmerge_adapter() first")
-        if adapter_name not in layer.lora_A or not isinstance(layer.lora_A[adapter_name], nn.Linear) or layer.lora_variant:
-            raise UnsupportedError(f"from_lora: {name!r} is not a plain LoRA on a linear layer")
-        a, b = (t[adapter_name].weight.detach().double() for t in (layer.lora_A, layer.lora_B))
-        found[name] = (a, b * layer.scaling[adapter_name])
-    if not found:
-        raise ConfigError(f"from_lora: adapter {adapter_name!r} adapts no module")
-    config.r = max(a.shape[0] for a, _ in found.values())
-    for name, (a, b) in found.items():
-        missing = config.r - a.shape[0]
-        found[name] = (nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing)))
-    return config, found
+    # modules_to_save are carried over
+    lora = LiveLora(model, adapter_name, f"from_lora: adapter {adapter_name!r}", apart=("modules_to_save",))
+    rank = max(shape[0] for shape in lora.shapes.values())
+    return {module: update.padded(rank) for module in lora.shapes if (update := lora.read(module)) is not None}
 
 
 def _counted(batch: Mapping[str, Any], logits: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from hfplug.errors import UnsupportedError
 from hfplug.seams.tuner import PluginTuner
 from hfplug.tuners.bayes_lora.layer import BayesLoraLinear, mean_factors
-from hfplug.tuners.bayes_lora.state import ModelState
+from hfplug.tuners.bayes_lora.state import ModelState, factor_kl
 
 
 class BayesLoraModel(PluginTuner):
@@ -52,14 +52,12 @@ class BayesLoraModel(PluginTuner):
         Multiply it by ``1 / train_size`` and add it to a mean loss, with ``kl_weight=0`` in the configuration, which would
         add it before the optimizer step otherwise.
         """
-        from hfplug.tuners.bayes_lora.prior import kl
-
         total = torch.zeros((), dtype=torch.float64)
         for layer in self.model.modules():
             if not isinstance(layer, BayesLoraLinear):
                 continue
             for name in layer.active_adapters:
                 for factor, mean, rho in layer.factors(name) if layer.holds(name) else ():
-                    eps = layer.noise(name, factor, ("kl", layer.steps(name)), rho.rho)
-                    total = total + kl(mean.to(rho.sigma().dtype), rho.sigma(), eps, layer.bayes_lora_config[name]).double()
+                    wide = torch.promote_types(mean.dtype, torch.float32)
+                    total = total + factor_kl(layer, name, factor, mean.to(wide), rho.rho.to(wide)).double()
         return total

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.probing import evaluating
 from hfplug.tuners.bayes_lora.layer import BayesLoraLinear
 from hfplug.tuners.bayes_lora.state import ModelState
 
@@ -44,9 +45,7 @@ def _state(model: nn.Module) -> ModelState:
 
 def _check_samples(model: nn.Module) -> None:
     # Each of these would answer for every sample alike, which reads as certainty.
-    for layer in model.modules():
-        if not isinstance(layer, BayesLoraLinear):
-            continue
+    for layer in (module for module in model.modules() if isinstance(module, BayesLoraLinear)):
         state = "merged" if layer.merged else "disabled" if layer.disable_adapters else None
         if state is None and not any(layer.holds(name) for name in layer.active_adapters):
             state = f"not active (active: {list(layer.active_adapters)})"
@@ -113,7 +112,6 @@ class Predictive:
     samples: int
 
 
-@torch.no_grad()
 def predictive(
     model: nn.Module, inputs: Mapping[str, Any], samples: int = 16, *, first_sample: int = 0, last_token: bool = False
 ) -> Predictive:
@@ -139,11 +137,9 @@ def predictive(
     problem = getattr(config, "problem_type", None)
     if problem in ("regression", "multi_label_classification"):
         raise UnsupportedError(f"predictive: the head is one of {problem}; only logits of a softmax have these entropies")
-    modes = [(module, module.training) for module in model.modules()]
     probabilities: torch.Tensor | None = None
     entropies: torch.Tensor | None = None
-    model.eval()
-    try:
+    with evaluating(model):
         for index in range(first_sample, first_sample + samples):
             with posterior(model, index):
                 logits = _logits(model(**inputs))
@@ -152,9 +148,6 @@ def predictive(
             entropy = torch.special.entr(p).sum(-1)
             probabilities = p if probabilities is None else probabilities + p
             entropies = entropy if entropies is None else entropies + entropy
-    finally:
-        for module, training in modes:
-            module.training = training
     assert probabilities is not None
     assert entropies is not None
     mean, expected = probabilities / samples, entropies / samples

@@ -153,22 +153,32 @@ class ModelState:
                 self.counted[name] = count_terms(trainer)
 
 
+def factor_kl(layer: Any, name: str, factor: str, mean: torch.Tensor, rho: torch.Tensor, *stream: object) -> torch.Tensor:
+    """The KL of one factor from its prior at the present step, in nats, 0-d; ``mean`` and ``rho`` float32 or wider.
+
+    Its noise is a stream of its own: the sample that the data's term uses is not used again, so that the two estimates are
+    independent. Trained on the mean there is no noise: the most probable weights are those of the prior's density at the mean.
+    """
+    config = layer.bayes_lora_config[name]
+    if config.train_mode == "mean":
+        eps = torch.zeros_like(rho)
+    else:
+        eps = layer.noise(name, factor, ("kl", layer.steps(name), *stream), rho)
+    return kl(mean, torch.nn.functional.softplus(rho), eps, config)
+
+
 def kl_and_gradients(
     layer: Any, name: str, factor: str, mean: torch.Tensor, rho: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The KL of one factor, in nats (0-d), and its gradients for mean and rho, float32 or wider.
+    """:func:`factor_kl` of one factor and its gradients for mean and rho, float32 or wider.
 
     Of a sharded parameter (FSDP2) it is this rank's shard's, times the number of shards in the value, whose mean is logged.
     """
     wide = torch.promote_types(mean.dtype, torch.float32)
     leaves = [_local(t.detach()).to(wide).requires_grad_() for t in (mean, rho)]
     shard = _shard(mean)
-    # A stream of its own: the sample that the data's term uses is not used again, so the two estimates are independent.
-    eps = layer.noise(name, factor, ("kl", layer.steps(name), *shard[:1]), leaves[1])
-    if layer.bayes_lora_config[name].train_mode == "mean":
-        eps = torch.zeros_like(eps)  # the most probable weights are those of the prior's density at the mean itself
     with torch.enable_grad():
-        value = kl(leaves[0], torch.nn.functional.softplus(leaves[1]), eps, layer.bayes_lora_config[name])
+        value = factor_kl(layer, name, factor, leaves[0], leaves[1], *shard[:1])
         gradients = torch.autograd.grad(value, leaves)
     return value.detach() * (shard[1] if shard else 1), gradients
 

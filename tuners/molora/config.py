@@ -71,7 +71,7 @@ class MoLoraConfig(PluginConfig):
                     f"experts: the name {name!r} must consist of letters, digits, '_' and '-' and not contain 'molora'"
                 )
         self.experts = {name: self.experts[name] for name in sorted(self.experts)}
-        checks = (
+        self.require(
             ("router", self.router in ("learned", "vocabulary", "none"), "'learned', 'vocabulary' or 'none'"),
             ("router_scope", self.router_scope in ("layer", "model", "module"), "'layer', 'model' or 'module'"),
             ("routing", self.routing in ("hard", "soft"), "'hard' or 'soft'"),
@@ -82,9 +82,6 @@ class MoLoraConfig(PluginConfig):
             ("top_k", isinstance(self.top_k, int) and 1 <= self.top_k <= len(self.slots),
              f"an integer from 1 to {len(self.slots)}, the number of experts to choose from"),
         )  # fmt: skip
-        for name, good, allowed in checks:
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {allowed}")
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:

@@ -94,19 +94,7 @@ class MoLoraLinear(TunerLinear):
 
     # -- forward ----------------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters:
-            return result
-        dtype = result.dtype
-        if self.quantization_backend is not None:
-            result = self.quantization_backend.maybe_clone_base_result(result)
-        for name in self.active_adapters:
-            if self.holds(name):
-                result = self._adapted(name, x, result)
-        return result.to(dtype)
-
-    def _adapted(self, name: str, x: Tensor, result: Tensor) -> Tensor:
+    def adapted(self, name: str, x: Tensor, result: Tensor) -> Tensor:
         self._check_filled(name)
         if self.molora_state is None:
             raise UnsupportedError(f"molora: {self.key!r} is not part of a model that was adapted as a whole")

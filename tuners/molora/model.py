@@ -16,7 +16,7 @@ from hfplug.seams.tuner import PluginTuner
 from hfplug.tuners.molora.config import MoLoraConfig
 from hfplug.tuners.molora.experts import Expert, Factors, check_bases, check_fit, read_expert, unpack
 from hfplug.tuners.molora.layer import MoLoraLinear
-from hfplug.tuners.molora.plan import make_plan
+from hfplug.tuners.molora.plan import make_plan, plan_of
 from hfplug.tuners.molora.state import ModelState
 
 _ATTRIBUTE = "_hfplug_molora"
@@ -58,7 +58,7 @@ class MoLoraModel(PluginTuner):
         config.__dict__["_plan"] = make_plan(config, experts, targets, model)
 
     def check_target(self, config: Any, key: str, target: nn.Module) -> None:
-        if not any(key in modules for modules in config.__dict__["_plan"].modules.values()):
+        if not any(key in modules for modules in plan_of(config).modules.values()):
             raise ConfigError(
                 f"molora: target module {key!r} is adapted by none of the experts {list(config.names)}; target_modules may only "
                 "narrow down what they adapt (None: all of it)"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hfplug.calls import Call, CallScope
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.tuners.molora.config import MoLoraConfig
+from hfplug.tuners.molora.plan import plan_of
 from hfplug.tuners.molora.router import Decision, choose
 
 LOGITS = ("molora", "logits")  # in Call.memo: what RouterLoss reads
@@ -102,7 +103,7 @@ class ModelState:
             for layer in self.layers:
                 for name, config in layer.molora_config.items():
                     if name in layer.molora_router and config.router_scope != "module":
-                        self._hosts.setdefault(_plan_host(config, layer.key), []).append((layer, name))
+                        self._hosts.setdefault(plan_of(config).hosts[layer.key], []).append((layer, name))
         return self._hosts.get(index, [])
 
     def changed(self) -> None:
@@ -139,7 +140,7 @@ class ModelState:
             return self._from_vocabulary(name, config, x, call)
         if config.router_scope == "module":
             return self._routed(layer, name, x, call)
-        index = config.__dict__["_plan"].layers[layer.key]
+        index = plan_of(config).layers[layer.key]
         decision = None if call is None else call.memo.get(("molora", name, index if config.router_scope == "layer" else "model"))
         if decision is None:
             if config.router_scope == "model" and index < config.router_layer:
@@ -201,11 +202,6 @@ def table_lookup(config: MoLoraConfig, ids: Tensor) -> Tensor:
             hit = torch.isin(ids, torch.as_tensor(entry[0], device=ids.device, dtype=ids.dtype))
         found = found.masked_fill(hit, slots[entry[-1]])
     return found
-
-
-def _plan_host(config: MoLoraConfig, key: str) -> int:
-    host: int = config.__dict__["_plan"].hosts.get(key, -1)
-    return host
 
 
 class _EnterLayer:
