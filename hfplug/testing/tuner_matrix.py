@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -17,14 +13,13 @@ import pytest
 
 from hfplug.testing import models
 from hfplug.testing.kernels import rms_ratio
+from hfplug.testing.ranks import run_ranks
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2")
 BASES = ("bf16", "nf4")  # fp32 is what every other test of the contract runs on
 
 _RANKS = """
 import os, sys, pickle, torch, hfplug
-import torch.distributed as dist
-torch.set_num_threads(1)
 folder = sys.argv[1]
 world = int(os.environ.get("WORLD_SIZE", 1))
 with open(folder + "/model.pickle", "rb") as file:
@@ -38,8 +33,6 @@ prepare(trainer)
 trainer.train()
 if trainer.is_world_process_zero():
     trainer.accelerator.unwrap_model(trainer.model).save_pretrained(f"{folder}/ranks-{world}")
-if dist.is_initialized():
-    dist.destroy_process_group()
 """
 
 
@@ -284,15 +277,8 @@ class TunerMatrixContract:
         with (tmp_path / "model.pickle").open("wb") as file:
             pickle.dump(self.trained(models.tiny_llama()), file)
         start = {n: t.clone() for n, t in self.trained(models.tiny_llama()).named_parameters() if t.requires_grad}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        several = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-        for launcher in ([sys.executable], several):
-            command = [*launcher, str(tmp_path / "ranks.py"), str(tmp_path)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-            done = subprocess.run(command, timeout=120, env=environment, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-2000:]
+        for ranks in (1, 2):
+            run_ranks(tmp_path / "ranks.py", str(tmp_path), ranks=ranks, timeout=120)
         one, two = (load_file(tmp_path / f"ranks-{world}" / "adapter_model.safetensors") for world in (1, 2))
         stored = {n: ".".join(part for part in n.split(".") if part != "default") for n in start}  # as files name them
         moved = [n for n, t in start.items() if (t - one[stored[n]]).abs().max() > 1e-4]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
+import json
 import textwrap
 from typing import ClassVar
 
@@ -17,6 +15,7 @@ from hfplug.callbacks import SinkMonitorCallback, SinkMonitorConfig
 from hfplug.callbacks.sink_monitor.reference import reference_statistics
 from hfplug.testing import models
 from hfplug.testing.callback import CallbackContract, hfplug_warnings
+from hfplug.testing.ranks import run_ranks
 
 ROWS = [[1, 9, 23, 5, 40, 17, 8, 33, 12], [1, 30, 11, 52, 7, 6], [1, 21, 44]]
 
@@ -329,8 +328,6 @@ def test_two_ranks_log_what_one_process_logs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent("""
         import json, sys, torch
-        torch.set_num_threads(1)
-        import hfplug
         from hfplug.callbacks import SinkMonitorCallback
         from hfplug.testing import models
         trainer = models.tiny_trainer(models.tiny_llama(), [SinkMonitorCallback(every=1)],
@@ -339,16 +336,10 @@ def test_two_ranks_log_what_one_process_logs(tmp_path):
         if trainer.is_world_process_zero():
             json.dump(trainer.state.log_history, open(sys.argv[1], "w"))
     """))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     logs = []
-    for name, launcher, args in (
-        ("one", [sys.executable], ["4"]),
-        ("two", [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29731"], ["2", "gloo"]),
-    ):
-        out = tmp_path / f"{name}.json"
-        subprocess.run([*launcher, str(script), str(out), *args], check=True, env=env, timeout=170, cwd=tmp_path)
-        import json
-
+    for ranks, args in ((1, ["4"]), (2, ["2", "gloo"])):
+        out = tmp_path / f"{ranks}.json"
+        run_ranks(script, str(out), *args, ranks=ranks)
         logs.append([{k: v for k, v in e.items() if k.startswith("sink/")} for e in json.loads(out.read_text())])
     assert logs[0][0]
     for one, two in zip(*logs, strict=True):

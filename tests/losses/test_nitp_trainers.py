@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import hfplug.losses
 from hfplug.errors import ConfigError
 from hfplug.testing.loss import one_step
 from hfplug.testing.models import tiny_llama, tiny_tokenizer
+from hfplug.testing.ranks import run_ranks
 
 SETTINGS = {
     "max_steps": 1, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "bf16": False,
@@ -113,7 +112,6 @@ def train(ranks, name, sft=False, lora=False, start_step=0, **settings):
 
 def worker(folder):
     """What each rank runs."""
-    torch.set_num_threads(1)
     for name, settings in RUNS.items():
         trainer = train(2, name, **settings)
         assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
@@ -125,9 +123,7 @@ def worker(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_equal_one(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(__file__, str(tmp_path), timeout=280)
     for name, settings in RUNS.items():
         found = torch.load(tmp_path / f"{name}.pt")
         one = train(1, name, **settings)

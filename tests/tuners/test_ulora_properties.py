@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 
 from hfplug.errors import UnsupportedError
 from hfplug.testing import models
+from hfplug.testing.ranks import run_ranks
 
 FAMILIES = sorted(models.TINY_MODELS)
 
@@ -205,7 +203,6 @@ def test_two_forwards_before_one_backward_keep_their_own_masks(kit, reentrant):
 
 RANKS = """
 import json, os, sys, torch, torch.distributed as dist
-torch.set_num_threads(1)
 import hfplug
 from hfplug.testing import models
 from peft import get_peft_model
@@ -235,13 +232,9 @@ if rank == 0:
 def test_the_prior_of_two_ranks_is_that_of_one(tmp_path: Path):
     (tmp_path / "ranks.py").write_text(RANKS)
     found = []
-    for name, launcher in (
-        ("one", [sys.executable]),
-        ("two", [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29747"]),
-    ):
-        out = tmp_path / name
-        command = [*launcher, str(tmp_path / "ranks.py"), str(out)]
-        subprocess.run(command, check=True, timeout=170, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        run_ranks(tmp_path / "ranks.py", str(out), ranks=ranks)
         found.append(torch.tensor(json.loads(out.read_text())))
     assert (found[0] - 1).abs().max() > 1e-3
     assert (found[0] - found[1]).abs().max() <= 1e-6
