@@ -31,7 +31,7 @@ METHOD = Method(
         "Attention that does not go through transformers' AttentionInterface is not seen; the callback then says so.",
     ),
     example="Trainer(..., callbacks=[SinkMonitorCallback(every=10)])",
-    exports=("hfplug.callbacks.sink_monitor.scores:sink_scores",),
+    exports=("hfplug.sinks:sink_scores",),
 )
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from hfplug import ConfigError, UnsupportedError
+from hfplug import UnsupportedError
 from hfplug.callbacks.sink_monitor.config import SinkMonitorConfig
-from hfplug.callbacks.sink_monitor.scores import SinkScores, attention_arguments, sink_scores, value_norm_ratio
+from hfplug.calls import token_stack
+from hfplug.observe import Observer, attention_arguments, attention_modules, choose_layers, observe
 from hfplug.seams.callback import HfplugCallback
+from hfplug.sinks import SinkScores, sink_scores, value_norm_ratio
 
 _WITHOUT_STEP_LOGS = 100  # steps between measurements where the trainer does not log by steps
 
@@ -24,7 +22,7 @@ class SinkMonitorCallback(HfplugCallback):
 
     Works with fused attention and without ``output_attentions``: each attention module asks its ``AttentionInterface`` for
     the function of its implementation, and in a measured step it is given that same function with an observer behind it,
-    which scores the queries and keys in chunks (:func:`~hfplug.callbacks.sink_monitor.scores.sink_scores`). The attention's
+    which scores the queries and keys in chunks (:func:`~hfplug.sinks.sink_scores`). The attention's
     output, the gradients, the random state and the configuration are those of a run without the callback.
 
     Metrics, means over heads and over all documents of the measured steps (padding never counts):
@@ -55,20 +53,19 @@ class SinkMonitorCallback(HfplugCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse a wrong ``layers`` before anything has run."""
-        _, indices = _attention_modules(_stack(model))
-        _choose(self.config.layers, set(indices.values()))
+        _, indices = attention_modules(token_stack(model))
+        choose_layers(self.config.layers, indices.values())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start to look on."""
         stack = self.scope.stack
-        interfaces, self._layers = _attention_modules(stack)
-        self._wanted = _choose(self.config.layers, set(self._layers.values()))
+        interfaces, self._layers = attention_modules(stack)
+        self._wanted = choose_layers(self.config.layers, self._layers.values())
         self._due, self._measured = False, set()
         if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
             raise UnsupportedError("encoder-decoder models are not measured")
         self.hook(stack, "forward_pre", self._mark)
-        for interface in interfaces:
-            self.ledger.set_attr(interface, "get_interface", self._observing(interface.get_interface))
+        observe(self.ledger, interfaces, self._observer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Decide whether this optimiser step, with all its micro-batches, is measured."""
@@ -103,27 +100,17 @@ class SinkMonitorCallback(HfplugCallback):
         if in_training if stack.training else in_evaluation:
             call.memo[self] = True
 
-    def _observing(self, get_interface: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(get_interface)
-        def observing(attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-            function = get_interface(attn_implementation, default)
-            if torch.compiler.is_compiling() or self._scope is None:
-                return function
-            call = self._scope.current
-            if call is None or self not in call.memo or self._scope.recompute:
-                return function
-            return functools.partial(self._attend, function, attn_implementation or "eager")
+    def _observer(self) -> Observer | None:
+        call = None if self._scope is None else self._scope.current
+        if self._scope is None or call is None or self not in call.memo or self._scope.recompute:
+            return None
+        return self._look
 
-        return observing
-
-    def _attend(self, function: Callable[..., Any], implementation: str, module: Any, query: Tensor, key: Tensor,
-                value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:  # fmt: skip
-        output = function(module, query, key, value, attention_mask, *args, **kwargs)
+    def _look(self, implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+              options: dict[str, Any]) -> None:  # fmt: skip
         layer = self._layers.get(id(module))
         if layer in self._wanted:
-            what = f"layer {layer}"
-            self.attempt(what, self._measure, layer, implementation, module, query, key, value, attention_mask, kwargs)
-        return output
+            self.attempt(f"layer {layer}", self._measure, layer, implementation, module, query, key, value, mask, options)
 
     @torch.no_grad()
     def _measure(self, layer: int, implementation: str, module: Any, query: Tensor, key: Tensor, value: Tensor,
@@ -160,44 +147,3 @@ class SinkMonitorCallback(HfplugCallback):
             wins = (scored.argmax * scored.starts[:, None]).sum()
             pairs = scored.real.sum() * scored.argmax.shape[1]
             self.log_metric(f"sink/argmax_share/layer_{layer:02d}", wins, pairs)
-
-
-def _stack(model: Any) -> nn.Module:
-    from hfplug.calls import token_stack
-
-    return token_stack(model)
-
-
-def _attention_modules(stack: nn.Module) -> tuple[list[AttentionInterface], dict[int, int]]:
-    """The attention interfaces the stack's modules dispatch through, and ``id(module) -> layer index``."""
-    interfaces: list[AttentionInterface] = []
-    layers: dict[int, int] = {}
-    for module in stack.modules():
-        # A model file may have an interface of its own instead of the shared one: take the one this forward will use.
-        forward = inspect.unwrap(type(module).forward)
-        interface = getattr(forward, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
-        if not isinstance(interface, AttentionInterface) or "get_interface" not in _names_in(forward):
-            continue
-        if getattr(module, "is_cross_attention", False):
-            continue
-        if not any(interface is known for known in interfaces):
-            interfaces.append(interface)
-        index = getattr(module, "layer_idx", None)
-        layers[id(module)] = len(layers) if index is None else int(index)
-    return interfaces, layers
-
-
-def _names_in(forward: Any) -> Iterable[str]:
-    return getattr(getattr(forward, "__code__", None), "co_names", ())
-
-
-def _choose(layers: list[int] | None, present: set[int]) -> frozenset[int]:
-    if not present:
-        raise UnsupportedError("no module of this model dispatches its attention through transformers' AttentionInterface")
-    if layers is None:
-        return frozenset(present)
-    count = max(present) + 1
-    chosen = {index + count if index < 0 else index for index in layers}
-    if wrong := sorted(chosen - present):
-        raise ConfigError(f"layers={layers}: no attention in layers {wrong}; this model has it in {sorted(present)}")
-    return frozenset(chosen)

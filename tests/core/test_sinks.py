@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+import hfplug.sinks as sinks_module
 from hfplug import ConfigError, UnsupportedError
 from hfplug.callbacks.sink_monitor.reference import reference_scores, reference_statistics
-from hfplug.callbacks.sink_monitor.scores import attention_arguments, sink_scores, value_norm_ratio
+from hfplug.observe import attention_arguments
+from hfplug.sinks import attend_and_score, sink_scores, value_norm_ratio
 
 
 def random_qk(batch=2, heads=4, kv_heads=2, length=11, dim=8, seed=0):
@@ -215,6 +217,57 @@ def test_wrong_arguments_are_named(arguments, error, words):
         sink_scores(query, key, **arguments)
 
 
+def reference_sums(map_, counted):
+    """Column sums and diagonal over the counted queries, from a whole map."""
+    weighted = map_ * counted[:, None, :, None]
+    return weighted.sum(dim=2), weighted.diagonal(dim1=2, dim2=3)
+
+
+@pytest.mark.parametrize("tile", [1, 40, 1 << 20])
+@pytest.mark.parametrize("name", MASKS)
+def test_one_pass_gives_output_and_scores_whatever_the_tiles(name, tile, monkeypatch):
+    monkeypatch.setattr(sinks_module, "_TILE", tile)
+    monkeypatch.setattr(sinks_module, "_LEAST_ROWS", 2)
+    query, key, value = random_qk()
+    arguments, keep, documents = mask_case(name, *query.shape[:3])
+    map_, real = eager_map(query, key, keep), documents >= 0
+    counted = torch.rand(2, 11, generator=torch.Generator().manual_seed(5)) > 0.3
+    out, found = attend_and_score(query, key, value, chunk=9, counted=counted, argmax=True, log_diagonal=True, **arguments)
+    expected = map_ @ value.double().repeat_interleave(2, dim=1)
+    assert (out - expected)[real[:, None].expand(2, 4, 11)].abs().max() <= 1e-6  # counted does not concern the output
+    assert out[~keep.any(dim=-1).expand(2, 4, 11)].abs().sum() == 0  # what sees nothing
+    counted &= real
+    sums, diagonal = reference_sums(map_, counted)
+    assert (found.sums - sums).abs().max() <= 1e-6
+    assert (found.diagonal - diagonal).abs().max() <= 1e-6
+    assert (found.log_diagonal.double().exp() * counted[:, None] - diagonal).abs().max() <= 1e-6
+    assert (found.queries - (keep & counted[:, None, :, None]).sum(dim=2)).abs().max() == 0
+    assert found.own.equal(counted.float())
+    assert found.argmax.sum() == 4 * counted.sum()
+    alone = sink_scores(query, key, chunk=9, counted=counted, **arguments)
+    assert alone.sums.equal(found.sums)
+
+
+def test_the_logarithm_of_the_diagonal_does_not_underflow():
+    query = torch.zeros(1, 2, 5, 4)
+    query[..., 0] = 1.0
+    key = torch.zeros(1, 1, 5, 4)
+    key[0, 0, 0, 0], sinks = 400.0, torch.tensor([-10.0, 500.0])
+    found = sink_scores(query, key, scaling=1.0, log_diagonal=True)
+    assert found.diagonal[0, 0, 1:].tolist() == [0] * 4
+    assert found.log_diagonal[0, 0].tolist() == pytest.approx([0, -400, -400, -400, -400])
+    with_sinks = sink_scores(query, key, scaling=1.0, log_diagonal=True, sinks=sinks)
+    assert with_sinks.log_diagonal[0, :, 1].tolist() == pytest.approx([-400, -500])
+
+
+def test_values_that_do_not_fit_are_named():
+    query, key, value = random_qk()
+    with pytest.raises(ConfigError, match=r"value \(2, 2, 5, 8\)"):
+        attend_and_score(query, key, value[:, :, :5])
+    with pytest.raises(ConfigError, match=r"counted \(2, 5\)"):
+        sink_scores(query, key, counted=torch.ones(2, 5, dtype=torch.bool))
+
+
 def test_wrong_shapes_are_named():
     query, key, _ = random_qk()
     for bad in (key[:, :, :5], key[..., :4], key[:1], torch.randn(2, 3, 11, 8)):
@@ -238,14 +291,16 @@ def test_attention_arguments_by_implementation():
     assert (flash["mask"] is padding, flash["window"], flash["softcap"]) == (True, 5, 30.0)
     with pytest.raises(UnsupportedError, match="position bias"):
         take("sdpa", None, position_bias=torch.zeros(1))
-    with pytest.raises(UnsupportedError, match="'muse'"):
-        take("muse", None)
+    with pytest.raises(UnsupportedError, match="'unheard_of'"):
+        take("unheard_of", None)
     with pytest.raises(UnsupportedError, match="sinks"):
         take("sdpa", None, s_aux=torch.zeros(4))
     with pytest.raises(UnsupportedError, match=r"\(2, 11, 11\)"):
         take("sdpa", torch.ones(2, 11, 11))
     with pytest.raises(UnsupportedError, match="cache"):
         attention_arguments("sdpa", module, query[:, :, 3:], key, None, {})
+    wide = torch.ones(2, 1, 8, 20, dtype=torch.bool)  # with slots of a static cache not written yet
+    assert attention_arguments("sdpa", module, query[:, :, 3:], key, wide, {}, cached=True)["mask"].shape == (2, 1, 8, 11)
 
 
 def test_flash_packing_from_positions_and_from_boundaries():
