@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Seams are per kind, not per method: this table grows only with a new way into the Hugging Face stack.
 SEAMS = (
     ("peft", "hfplug.seams.tuner"),
+    ("transformers.modeling_utils", "hfplug.seams.attention"),
     ("transformers.trainer", "hfplug.metrics"),
 )
 _ledgers: dict[str, Ledger] = {}

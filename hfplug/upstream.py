@@ -40,6 +40,8 @@ class Upstream:
 
 _PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"
 _ATTENTION_API = "transformers offers a hook on an attention module's queries and keys"
+_MASK_API = "transformers tells a mask function about packing by a tensor"
+_NAMES_API = "transformers unregisters attention names and refuses those without a mask function"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
 _LOSS_API = "Trainer offers added loss terms"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
@@ -78,6 +80,34 @@ UPSTREAM = (
     Upstream(
         "torch.optim.optimizer:register_optimizer_step_post_hook", "tuner seam", "never: public, listed for doctor", ("hook",)
     ),
+    Upstream("transformers.modeling_utils:AttentionInterface._global_mapping", "attention seam", _NAMES_API),
+    Upstream("transformers.masking_utils:AttentionMaskInterface._global_mapping", "attention seam", _NAMES_API),
+    Upstream(
+        "transformers.masking_utils:sdpa_mask", "attention seam", _MASK_API,
+        (
+            "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask", "local_size",
+            "allow_is_causal_skip", "allow_is_bidirectional_skip", "use_vmap", "device",
+        ),
+    ),
+    Upstream("transformers.masking_utils:and_masks", "attention seam", _MASK_API),
+    Upstream("transformers.masking_utils:causal_mask_function", "attention seam", _MASK_API),
+    Upstream(
+        "transformers.masking_utils:remap_positions_for_packed_sequence", "attention seam", _MASK_API,
+        ("mask_function", "position_ids"),
+    ),
+    Upstream(
+        "transformers.masking_utils:packed_sequence_mask_function", "attention seam", _MASK_API, ("packed_sequence_mask",)
+    ),
+    Upstream("transformers.utils.import_utils:is_tracing", "attention seam", _MASK_API, ("tensor",)),
+    Upstream(
+        "transformers.utils.output_capturing:_active_collector", "attention seam",
+        "every model passes output_attentions on to its attention function",
+    ),
+    Upstream(
+        "transformers.integrations.sdpa_attention:sdpa_attention_forward", "hfplug.attention", "never: public, listed for doctor",
+        ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "position_bias"),
+    ),
+    Upstream("torch.utils.weak:WeakTensorKeyDictionary", "hfplug.attention", "torch documents a dictionary keyed by tensors"),
     Upstream("transformers.trainer:DEFAULT_CALLBACKS", "hfplug.metrics", _TRAINER_API),
     Upstream("transformers.trainer:Trainer.log", "hfplug.metrics", _TRAINER_API, ("logs",)),
     Upstream(
