@@ -196,6 +196,14 @@ def _facts(segments: Tensor) -> dict[Any, Any]:
     return found
 
 
+def restarts(positions: Tensor) -> bool:
+    """Whether positions ``(batch, tokens)`` go back to 0 inside a row: several documents, or padding on the left."""
+    found = _known.get(positions)
+    if found is None:
+        found = _known[positions] = {"restarts": bool((positions[:, 1:] == 0).any())}
+    return found["restarts"]
+
+
 def _runs(segments: Tensor) -> list[tuple[int, int, int]]:
     host = segments.cpu()
     edges = host.new_ones(host.shape[0], host.shape[1] + 1, dtype=torch.bool)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from hfplug.errors import nearest
-from hfplug.method import Kind
+from hfplug.method import Kind, Method
 from hfplug.plugins import Entry, catalogue, load_dotted
 
 
@@ -29,5 +30,27 @@ def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Calla
 
     def __dir__() -> list[str]:
         return sorted(names())
+
+    return __getattr__, __dir__
+
+
+def lazy_method(method: Method, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``(__getattr__, __dir__)`` for the manifest ``module`` of one method: its public names, imported when asked for.
+
+    For kinds whose folder is no package with names of its own (``kernels``): ``from hfplug.kernels.muse import MuSeConfig``.
+    """
+    found = method.public_names
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name not in found:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
+        if (entry := catalogue().entries.get(method.name)) is not None:
+            entry.check()
+        return load_dotted(found[name])
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[module]), *found})
 
     return __getattr__, __dir__

@@ -25,7 +25,7 @@ SECTIONS = {
     "trainer": (Kind.TRAINER, False),
     "callbacks": (Kind.CALLBACK, True),
 }
-_SUPPORTED = {"tuner", "loss", "callbacks"}
+_SUPPORTED = {"tuner", "attention", "loss", "callbacks"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,16 @@ def parse_sft(run: Mapping[str, Any]) -> Run:
     values["dataset"]["datasets"] = [
         build(DatasetConfig, item, where=f"datasets[{i}]") for i, item in enumerate(values["dataset"].get("datasets") or [])
     ]
-    return Run({part: build(cls, values[part]) for part, cls in classes.items()}, plugins)
+    built = {part: build(cls, values[part]) for part, cls in classes.items()}
+    for choice in plugins.get("attention", []):
+        init = built["training"].model_init_kwargs or {}
+        asked = [("attn_implementation", built["model"].attn_implementation)]
+        asked.append(("model_init_kwargs.attn_implementation", init.get("attn_implementation")))
+        for where, value in asked:
+            # By parts of the model it may be said twice: {"text_config": "muse", "vision_config": "sdpa"}.
+            if choice.name not in (value.values() if isinstance(value, Mapping) else (value or choice.name,)):
+                raise ConfigError(f"{where}={value!r} asks for another attention than plugins.attention={choice.name!r}")
+    return Run(built, plugins)
 
 
 def parse_plugins(section: Mapping[str, Any]) -> dict[str, list[Choice]]:
@@ -194,6 +203,7 @@ def build_sft_trainer(run: Run) -> Any:
     import hfplug.losses
     from hfplug.models import resolve_model
     from hfplug.optimization import prepare
+    from hfplug.seams.attention import configure
 
     model, training, script = (run.arguments[k] for k in ("model", "training", "script"))
     tuner = run.plugins.get("tuner", [])
@@ -202,9 +212,10 @@ def build_sft_trainer(run: Run) -> Any:
     peft_config = tuner[0].config if tuner else get_peft_config(model)
     if tuner and peft_config.task_type is None:
         peft_config.task_type = "CAUSAL_LM"
+    attention = run.plugins.get("attention", [])
     training.model_init_kwargs = {
         "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
+        "attn_implementation": attention[0].name if attention else model.attn_implementation,
         "dtype": model.dtype,
         **(training.model_init_kwargs or {}),
     }
@@ -223,6 +234,8 @@ def build_sft_trainer(run: Run) -> Any:
         callbacks=[load(c.name, Kind.CALLBACK)(c.config) for c in run.plugins.get("callbacks", [])],
     )
     _quieter_progress(trainer)
+    for choice in attention:
+        configure(trainer.model, choice.name, **choice.options)
     for choice in run.plugins.get("loss", []):
         hfplug.losses.add(trainer, load(choice.name, Kind.LOSS)(choice.config))
     if tuner:

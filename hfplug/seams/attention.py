@@ -31,7 +31,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
 from hfplug import artefacts
-from hfplug.attention import HANDLES, AttentionCall, AttentionMethod
+from hfplug.attention import HANDLES, AttentionCall, AttentionMethod, restarts
 from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest, one_line
 from hfplug.ledger import Ledger
 from hfplug.method import Kind
@@ -127,6 +127,7 @@ _INSTEAD = {
     "bidirectional": "choose it for the causal part alone: "
     "attn_implementation={{'text_config': '{name}', 'vision_config': 'sdpa'}}",
     "dropout": "train with attention_dropout=0 in the model's configuration",
+    "packing": "pass use_cache=False with position_ids that restart at 0, or one document per row",
     "output_attentions": "load the model with attn_implementation='eager' to see attention weights",
 }  # fmt: skip
 
@@ -176,9 +177,9 @@ def attend(
     segments, mask = _split(name, module, attention_mask, handles)
     if mask is None and not causal and "bidirectional" not in handles:
         _refuse(name, module, "bidirectional", "attention in both directions (is_causal=False)")
-    lengths = kwargs.get("cu_seq_lens_q")
-    if lengths is not None and lengths.shape[0] > 2 and attention_mask is None:
-        _refuse(name, module, "cu_seq_lens_q", "documents told by cu_seq_lens_q alone; pass position_ids that restart at 0")
+    if attention_mask is None and causal and _told_apart_elsewhere(query, key, kwargs):
+        what = "packed documents whose boundaries are not in the mask: this model does not put them there, or not with a cache"
+        _refuse(name, module, "packing", what)
     if segments is not None:
         width = segments.shape[1]
         if key.shape[2] < width:
@@ -194,6 +195,17 @@ def attend(
         output_attentions=bool(weights),
     )  # fmt: skip
     return method.attend(call)
+
+
+def _told_apart_elsewhere(query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call without a mask holds several documents, which would see each other without a word."""
+    lengths, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    if isinstance(lengths, Tensor) and lengths.shape[0] > 2:
+        return True
+    whole = (
+        isinstance(positions, Tensor) and positions.shape[1:] == query.shape[2:3] == key.shape[2:3] and not is_tracing(positions)
+    )
+    return whole and restarts(positions)
 
 
 def _split(name: str, module: Any, mask: Any, handles: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"hfplug.testing.{name}" for name in ("tuner", "tuner_files", "loss", "callback")))
+pytest.register_assert_rewrite(
+    *(f"hfplug.testing.{name}" for name in ("tuner", "tuner_files", "loss", "callback", "attention", "attention_runs"))
+)
 
 
 def pytest_configure(config: Any) -> None:
