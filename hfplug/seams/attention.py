@@ -202,10 +202,9 @@ def _told_apart_elsewhere(query: Tensor, key: Tensor, kwargs: Mapping[str, Any])
     lengths, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if isinstance(lengths, Tensor) and lengths.shape[0] > 2:
         return True
-    whole = (
-        isinstance(positions, Tensor) and positions.shape[1:] == query.shape[2:3] == key.shape[2:3] and not is_tracing(positions)
-    )
-    return whole and restarts(positions)
+    if not isinstance(positions, Tensor) or is_tracing(positions):
+        return False
+    return positions.shape[1:] == query.shape[2:3] == key.shape[2:3] and restarts(positions)
 
 
 def _split(name: str, module: Any, mask: Any, handles: tuple[str, ...]) -> tuple[Tensor | None, Tensor | None]:

@@ -124,7 +124,8 @@ class AttentionRuns:
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[AttentionCall, Tensor]]]:
         """Every call that reaches the method in the block, with its result."""
-        stock, calls = self.target.attend, []  # type: ignore[var-annotated]
+        stock = self.target.attend
+        calls: list[tuple[AttentionCall, Tensor]] = []
 
         def attend(method: Any, call: AttentionCall) -> Any:
             found = stock(method, call)
