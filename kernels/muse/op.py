@@ -37,7 +37,10 @@ def muse(
     """
     setting = Setting(clusters, query_clusters, block, retrieve, iterations, leaky, scale)
     dtype = _accumulate(q.dtype)
-    o, lse, made = scheme.forward(*(x.to(dtype).contiguous() for x in (q, k, v)), setting)
+    inputs = [x.to(dtype).contiguous() for x in (q, k, v)]
+    parts = [scheme.forward(*part, setting) for part in zip(*_portions(inputs), strict=True)]
+    o, lse = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    made = [x for part in parts for x in part[2]]
     if sinks is not None:
         both = torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
         o.mul_((lse - both).exp_()[..., None])
@@ -53,15 +56,25 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, clusters: int, query_clusters
       iterations: int, leaky: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     setting = Setting(clusters, query_clusters, block, retrieve, iterations, leaky, scale)
     sizes = {torch.int32: 0, torch.float32: 0}
-    for shape, dtype in made_shapes(*q.shape, setting):
+    for shape, dtype in made_shapes(q, setting):
         sizes[dtype] += math.prod(shape)
     wide = _accumulate(q.dtype)
     return (torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide), q.new_empty(sizes[torch.int32], dtype=torch.int32),
             q.new_empty(sizes[torch.float32], dtype=wide))  # fmt: skip
 
 
-def made_shapes(groups: int, g: int, n: int, dim: int, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+def _portions(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """What runs at a time: on a CPU one key head, whose tiles then stay in its cache; elsewhere all of them."""
+    return [x.split(1 if x.device.type == "cpu" else len(x)) for x in tensors]
+
+
+def made_shapes(q: Tensor, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes of what the forward records, in its order: centroids (float32 stands for floating) and int32 labels."""
+    for portion in _portions([q])[0]:
+        yield from _made_shapes(*portion.shape, setting)
+
+
+def _made_shapes(groups: int, g: int, n: int, dim: int, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
     for children in scheme.units(n, setting.block):
         first, last = children[0], children[-1]
         start, stop = (first.queries[0], last.queries[1]) if setting.leaky else first.codebook
@@ -80,14 +93,21 @@ def muse_backward(
     """Gradients of ``q``, ``k``, ``v``, and ``sum(grad * o)`` ``(G, g, N)``, from which that of sink logits follows."""
     setting = Setting(clusters, query_clusters, block, retrieve, iterations, leaky, scale)
     wide = _accumulate(q.dtype)
-    made, flat, at = [], {torch.int32: labels, torch.float32: centroids}, {torch.int32: 0, torch.float32: 0}
-    for shape, dtype in made_shapes(*q.shape, setting):
-        size = math.prod(shape)
-        made.append(flat[dtype].narrow(0, at[dtype], size).view(shape))
-        at[dtype] += size
-    q_, k_, v_, o_, grad_ = (x.to(wide).contiguous() for x in (q, k, v, o, grad))
-    delta = (grad_ * o_).sum(-1)
-    dq, dk, dv = scheme.backward(q_, k_, v_, setting, o_, lse, made, grad_, delta)
+    flat, at = {torch.int32: labels, torch.float32: centroids}, {torch.int32: 0, torch.float32: 0}
+
+    def recorded(portion: Tensor) -> Iterator[Tensor]:
+        for shape, dtype in _made_shapes(*portion.shape, setting):
+            size = math.prod(shape)
+            yield flat[dtype].narrow(0, at[dtype], size).view(shape)
+            at[dtype] += size
+
+    inputs = [x.to(wide).contiguous() for x in (q, k, v, o, grad)]
+    delta = (inputs[3] * inputs[4]).sum(-1)
+    grads = [
+        scheme.backward(q_, k_, v_, setting, o_, lse_, list(recorded(q_)), grad_, delta_)
+        for q_, k_, v_, o_, grad_, lse_, delta_ in zip(*_portions([*inputs, lse, delta]), strict=True)
+    ]
+    dq, dk, dv = (torch.cat(part) for part in zip(*grads, strict=True))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), delta
 
 

@@ -52,7 +52,7 @@ def _tiles(labels: Tensor, start: int, setting: Setting) -> list[Tensor]:
     """Positions of the keys of each tile: a cluster, or a part of one that is larger than a tile."""
     n = len(labels)
     clusters = min(setting.clusters, n)
-    size = math.ceil(n / clusters)
+    size = math.ceil(2 * n / clusters)
     out = []
     for cluster in range(clusters):
         found = (labels == cluster).nonzero()[:, 0] + start

@@ -25,7 +25,10 @@ import torch
 from torch import Tensor
 
 from hfplug.kernels.muse import primitives
-from hfplug.kernels.muse.clustering import Tiles, kmeans, make_tiles, nearest, put, take
+from hfplug.kernels.muse.clustering import Tiles, key_tile, kmeans, make_tiles, nearest, take
+
+
+QUERY_TILE = 32  # rows at least: below that, copying the summaries for each tile costs as much as using them
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ class Far:
         k, v = _span(self.k, span), _span(self.v, span)
         clusters = min(self.s.clusters, k.shape[1])
         labels = self.clusters.keep(lambda: nearest(k, kmeans(k, clusters, self.s.iterations)).to(torch.int32))
-        tiles = make_tiles(labels.long(), clusters, -(-int(k.shape[1]*float(__import__("os").environ.get("PF","1"))) // clusters))
+        tiles = make_tiles(labels.long(), clusters, key_tile(k.shape[1], clusters))
         tiled = take(k, tiles.index), take(v, tiles.index)
         return Summaries(span[0], tiles, mu, *tiled, *primitives.tilt(mu, *tiled, tiles.count, self.s.scale))
 
     def evaluation(self, child: Unit, mu: Tensor, summaries: dict[int, Summaries]) -> Evaluation:
         q = _span(self.q.flatten(0, 1), child.queries)
         labels = self.clusters.keep(lambda: nearest(q, mu).to(torch.int32))
-        tiles = make_tiles(labels.long(), mu.shape[1], max(-(-q.shape[1] // mu.shape[1]), 32))
+        tiles = make_tiles(labels.long(), mu.shape[1], max(-(-q.shape[1] // mu.shape[1]), QUERY_TILE))
         return Evaluation(self, [summaries[start] for start, _ in child.keys], take(q, tiles.index), tiles)
 
 
