@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -300,19 +300,32 @@ def _written(call: Call, layer: int, states: Tensor) -> Tensor:
     raise UnsupportedError(f"layer {layer}: {length} keys for {total} tokens with {where}: which tokens they are is not known")
 
 
-def wanted(module: nn.Module) -> list[tuple[dict[str, Any], Callable[[SinkScores, Tensor], None]]]:
+class Wanted(NamedTuple):
+    """What one recorder wants of the attention call that runs now.
+
+    Attributes:
+        options: of :func:`~hfplug.sinks.sink_scores`.
+        written: cuts keys or values ``(batch, kv heads, slots, dim)`` of a static cache to the slots that hold a token.
+        take: takes the scores and the values, cut so.
+    """
+
+    options: dict[str, Any]
+    written: Callable[[Tensor], Tensor]
+    take: Callable[[SinkScores, Tensor], None]
+
+
+def wanted(module: nn.Module) -> list[Wanted]:
     """Who records this attention module in the call that runs now: for implementations that score on their way.
 
-    Returns:
-        For every recorder of this module: the options of ``sink_scores`` it wants, and the function that takes the scores and
-        the values ``(batch, kv heads, tokens, dim)``. What is taken so is not scored again by looking on.
+    What a recorder is given so is not scored again by looking on.
     """
     found = []
     for recorder in _ACTIVE:
         call, layer = recorder._scope.current, recorder._modules.get(id(module))
         if call is None or layer not in recorder.layers or recorder not in call.memo or recorder._scope.recompute:
             continue
-        found.append((recorder.what(call), functools.partial(recorder.take, call, layer)))
+        written, take = functools.partial(_written, call, layer), functools.partial(recorder.take, call, layer)
+        found.append(Wanted(recorder.what(call), written, take))
     return found
 
 
