@@ -270,10 +270,15 @@ def _declared(manager: pluggy.PluginManager, module: Any, source: Source, result
     return methods
 
 
+# hfplug.kernels is no package with names of its own: each method there offers its names itself (namespace.lazy_method).
+_APART = (Kind.ATTENTION, Kind.CACHE, Kind.QUANTIZER)
+
+
 def _add(method: Method, source: Source, result: Catalogue) -> None:
     clash = result.entries.get(method.name)
     what = f"{method.kind} {method.name!r}"
-    for other in result.at_home(method.kind):  # `from hfplug.tuners import Name` must mean one thing
+    together = () if method.kind in _APART else result.at_home(method.kind)
+    for other in together:  # `from hfplug.tuners import Name` must mean one thing
         taken = [n for n, dotted in method.public_names.items() if other.method.public_names.get(n, dotted) != dotted]
         if taken and clash is None:
             clash, what = other, f"the {method.kind} class {taken[0]!r}"

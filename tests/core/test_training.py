@@ -66,7 +66,8 @@ def test_a_good_run_is_parsed_without_touching_model_or_data() -> None:
         ("plugins/tuner", "nitp", ["'nitp'", "loss", "tuner"]),
         ("plugins/loss/weight", "much", ["plugins.loss", "'much'"]),
         ("plugins/callback", "sink_monitor", ["'callback'", "'callbacks'"]),
-        ("plugins/attention", "muse", ["muse"]),
+        ("plugins/attention", "ulora", ["'ulora'", "tuner", "attention"]),
+        ("plugins/cache", "ulora", ["'ulora'", "cache"]),
         ("plugins/tuner", ["ulora", "ulora"], ["plugins.tuner", "one method"]),
     ],
 )
