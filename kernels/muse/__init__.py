@@ -28,7 +28,7 @@ METHOD = Method(
         "torch.compile": "exact attention where transformers makes a dense mask, as it does while compiling",
     },
     limits=(
-        "An approximation. Layers with sharp retrieval heads lose; calibrate() finds them on your own text and leaves them exact.",
+        "An approximation. Layers with sharp retrieval heads lose by it; calibrate() finds them on your text, keeps them exact.",
         "Used from min_length=8192 tokens on: below that exact attention costs as much.",
         "The Triton kernels have run in Triton's interpreter and compile for four chips; they have not run on a GPU.",
         "Saved models load as stock ones (exact attention) unless attn_implementation='muse' is given again; the options are "

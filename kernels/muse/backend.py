@@ -106,8 +106,8 @@ def _run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, config
     out = torch.empty_like(query)
     out[:, left] = _exact(query[:, left], key[:, left], value[:, left], None if sinks is None else sinks[:, left], scale)
     if chosen:
-        taken = [None if x is None else x[:, chosen] for x in (query, key, value, sinks)]
-        out[:, chosen] = _muse(*taken, config, scale)  # type: ignore[arg-type]
+        part = None if sinks is None else sinks[:, chosen]
+        out[:, chosen] = _muse(query[:, chosen], key[:, chosen], value[:, chosen], part, config, scale)
     return out
 
 

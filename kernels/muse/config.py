@@ -11,6 +11,7 @@ from hfplug.errors import nearest
 from hfplug.options import coerce
 
 _BOOKS = Literal["past", "block_leaks_the_future"]
+_LEAST = {"clusters": 1, "query_clusters": 1, "block": 1, "retrieve": 0, "iterations": 0, "min_length": 0}
 _LAYER = ("clusters", "query_clusters", "block", "retrieve")
 
 
@@ -27,14 +28,16 @@ class MuSeConfig:
     """
 
     clusters: int = _option(64, "key clusters per span of keys; a cluster of more than twice the mean size is split")
-    query_clusters: int = _option(32, "query centroids per span; their cost is that of the summaries, clusters that of using them")
+    query_clusters: int = _option(32, "query centroids per span; they cost in making summaries, clusters in using them")
     block: int = _option(1024, "positions per block; a query sees its own block and the one before exactly")
     retrieve: int = _option(0, "tiles of keys per query centroid that are attended key by key, the heaviest first")
     iterations: int = _option(2, "Lloyd steps of k-means, on a sample of 8 vectors per cluster")
-    query_codebook: _BOOKS = _option(
-        "past",
-        "where query centroids come from: older queries (strictly causal), or the block's own, as the paper seems to, whose "
-        "outputs then depend on later tokens: for comparison only",
+    query_codebook: _BOOKS = field(
+        default="past",
+        metadata={
+            "help": "where query centroids come from: older queries (strictly causal), or the block's own, as the paper seems to, "
+            "whose outputs then depend on later tokens: for comparison only"
+        },
     )
     min_length: int = _option(8192, "tokens of a document from which on MuSe is used; shorter ones get exact attention")
     layers: dict[str, Any] = field(
@@ -46,11 +49,12 @@ class MuSeConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("clusters", 1), ("query_clusters", 1), ("block", 1), ("retrieve", 0), ("iterations", 0), ("min_length", 0)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be {least} or more")
         if self.query_codebook not in (books := get_args(_BOOKS)):
-            raise ConfigError(f"query_codebook={self.query_codebook!r} must be one of {books}{nearest(self.query_codebook, books)}")
+            close = nearest(self.query_codebook, books)
+            raise ConfigError(f"query_codebook={self.query_codebook!r} must be one of {books}{close}")
         self.layers = {str(index): self._layer(index, given) for index, given in self.layers.items()}
 
     def _layer(self, index: Any, given: Any) -> dict[str, Any]:
@@ -64,8 +68,8 @@ class MuSeConfig:
             if name not in hints:
                 raise ConfigError(f"{where}: unknown {name!r}{nearest(str(name), hints)}; known: {sorted(hints)}")
             coerce(value, hints[name], f"{where}.{name}")
-            if name in _LAYER and value < (0 if name == "retrieve" else 1):
-                raise ConfigError(f"{where}.{name}={value} is too small")
+            if name in _LAYER and value < _LEAST[name]:
+                raise ConfigError(f"{where}.{name}={value} must be {_LEAST[name]} or more")
         heads = given.get("exact_heads", [])
         if len(set(heads)) < len(heads) or any(head < 0 for head in heads):
             raise ConfigError(f"{where}.exact_heads={heads} must name key heads, 0 or more, each once")

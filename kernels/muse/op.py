@@ -38,9 +38,13 @@ def muse(
     setting = Setting(clusters, query_clusters, block, retrieve, iterations, leaky, scale)
     dtype = _accumulate(q.dtype)
     inputs = [x.to(dtype).contiguous() for x in (q, k, v)]
-    parts = [scheme.forward(*part, setting) for part in zip(*_portions(inputs), strict=True)]
-    o, lse = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-    made = [x for part in parts for x in part[2]]
+    outs, lses, made = [], [], []
+    for q_, k_, v_ in zip(*_portions(inputs), strict=True):
+        out, out_lse, clusters_ = scheme.forward(q_, k_, v_, setting)
+        outs.append(out)
+        lses.append(out_lse)
+        made += clusters_
+    o, lse = torch.cat(outs), torch.cat(lses)
     if sinks is not None:
         both = torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
         o.mul_((lse - both).exp_()[..., None])
@@ -71,10 +75,11 @@ def _portions(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
 def made_shapes(q: Tensor, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes of what the forward records, in its order: centroids (float32 stands for floating) and int32 labels."""
     for portion in _portions([q])[0]:
-        yield from _made_shapes(*portion.shape, setting)
+        yield from _made_shapes(portion, setting)
 
 
-def _made_shapes(groups: int, g: int, n: int, dim: int, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+def _made_shapes(q: Tensor, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    groups, g, n, dim = q.shape
     for children in scheme.units(n, setting.block):
         first, last = children[0], children[-1]
         start, stop = (first.queries[0], last.queries[1]) if setting.leaky else first.codebook
@@ -96,7 +101,7 @@ def muse_backward(
     flat, at = {torch.int32: labels, torch.float32: centroids}, {torch.int32: 0, torch.float32: 0}
 
     def recorded(portion: Tensor) -> Iterator[Tensor]:
-        for shape, dtype in _made_shapes(*portion.shape, setting):
+        for shape, dtype in _made_shapes(portion, setting):
             size = math.prod(shape)
             yield flat[dtype].narrow(0, at[dtype], size).view(shape)
             at[dtype] += size

@@ -9,6 +9,7 @@ The equations (our reading of arXiv 2509.10406; ``s`` the scale, ``c`` the query
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def _tiles(labels: Tensor, start: int, setting: Setting) -> list[Tensor]:
         found = (labels == cluster).nonzero()[:, 0] + start
         count, parts = len(found), math.ceil(len(found) / size)
         cuts = [math.ceil(part * count / parts) for part in range(parts + 1)] if parts else []
-        out += [found[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        out += [found[a:b] for a, b in pairwise(cuts)]
     return out
 
 

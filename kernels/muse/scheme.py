@@ -18,7 +18,7 @@ paper seems to, lets a query's output depend on later tokens of its block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from hfplug.kernels.muse import primitives
 from hfplug.kernels.muse.clustering import Tiles, key_tile, kmeans, make_tiles, nearest, take
-
 
 QUERY_TILE = 32  # rows at least: below that, copying the summaries for each tile costs as much as using them
 
@@ -78,11 +77,11 @@ class Clusters:
         self.made: list[Tensor] = [] if made is None else made
         self._replay = iter(self.made) if made is not None else None
 
-    def keep(self, make: object) -> Tensor:
+    def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """The next tensor: recorded, or computed by ``make()`` and recorded."""
         if self._replay is not None:
             return next(self._replay)
-        value: Tensor = make()  # type: ignore[operator]
+        value = make()
         self.made.append(value)
         return value
 
@@ -120,8 +119,8 @@ class Far:
                 return kmeans(_span(self.q.flatten(0, 1), span), self.s.query_clusters, self.s.iterations)
 
             mu = self.clusters.keep(centroids)
-            spans = {span for child in children for span in child.keys}
-            yield list(children), mu, {span[0]: self.summarise(span, mu.view(heads[0], -1, mu.shape[2])) for span in sorted(spans)}
+            spans = sorted({span for child in children for span in child.keys})
+            yield list(children), mu, {span[0]: self.summarise(span, mu.view(heads[0], -1, mu.shape[2])) for span in spans}
 
     def summarise(self, span: tuple[int, int], mu: Tensor) -> Summaries:
         k, v = _span(self.k, span), _span(self.v, span)
@@ -144,7 +143,7 @@ class Evaluation:
     def __init__(self, far: Far, seen: list[Summaries], q: Tensor, tiles: Tiles) -> None:
         self.far, self.seen, self.tiles = far, seen, tiles
         heads, self.tile_count, rows, dim = q.shape
-        groups, g = far.q.shape[:2]
+        g = far.q.shape[1]
         self.q = q.view(-1, rows, dim)
         # Row of each query tile in the tables (G g C, …) of summaries.
         centroids = seen[0].mu.shape[1] // g
@@ -181,8 +180,11 @@ class Evaluation:
         nothing = bias.new_zeros(()).masked_fill(free.flatten(1).index_select(0, self.row), float("-inf"))
         self.members = members + (self.group * self.far.k.shape[1])[:, None]
         bias = bias.scatter(1, best.index_select(0, self.row), float("-inf"))
-        exact = [x.reshape(-1, x.shape[2]).index_select(0, self.members.flatten()).view(*members.shape, -1) for x in (self.far.k, self.far.v)]
-        return torch.cat([k, exact[0]], 1), torch.cat([v, exact[1]], 1), torch.cat([bias, nothing], 1)
+        k, v = (
+            torch.cat([far, x.reshape(-1, x.shape[2]).index_select(0, self.members.flatten()).view(*members.shape, -1)], 1)
+            for far, x in ((k, self.far.k), (v, self.far.v))
+        )
+        return k, v, torch.cat([bias, nothing], 1)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output ``(G g, n, D)`` and log-sum-exp ``(G g, n)`` in the order of the queries."""
@@ -190,7 +192,9 @@ class Evaluation:
         heads = self.tiles.place.shape[0]
         return take(o.view(heads, -1, o.shape[2]), self.tiles.place), lse.reshape(heads, -1).gather(1, self.tiles.place)
 
-    def backward(self, lse: Tensor, grad: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, sums: dict[int, list[Tensor]]) -> None:
+    def backward(
+        self, lse: Tensor, grad: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, sums: dict[int, list[Tensor]]
+    ) -> None:
         """Add to ``dq`` ``(G g, n, D)``, ``dk``, ``dv`` ``(G, N, D)`` and to the gradients of the summaries.
 
         Args:
@@ -268,7 +272,8 @@ def backward(
             dq[:, :, rows] += part.view_as(dq[:, :, rows])
         for start, s in summaries.items():
             dL, dkbar, dvbar = sums[start]
-            dkt, dvt = primitives.tilt_backward(s.mu, s.k, s.v, s.tiles.count, setting.scale, s.L, s.kbar, s.vbar, dL, dkbar, dvbar)
+            seen = (s.mu, s.k, s.v, s.tiles.count, setting.scale, s.L, s.kbar, s.vbar)
+            dkt, dvt = primitives.tilt_backward(*seen, dL, dkbar, dvbar)
             stop = start + s.tiles.place.shape[1]
             for target, tiled in ((dk, dkt), (dv, dvt)):
                 target[:, start:stop] += take(tiled.flatten(1, 2), s.tiles.place)
