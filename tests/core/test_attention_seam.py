@@ -335,6 +335,28 @@ def test_a_run_file_chooses_attention_and_options(toy: str, tmp_path: Path) -> N
     assert result.trainer.model.config._attn_implementation == toy
 
 
+ORDER = """
+import sys
+{imports}
+from hfplug.plugins import Kind, catalogue
+from transformers.modeling_utils import AttentionInterface
+names = [entry.method.name for entry in catalogue().of_kind(Kind.ATTENTION)]
+assert names and set(names) <= set(AttentionInterface._global_mapping), names
+targets = {{e.method.target.partition(":")[0] for e in catalogue().of_kind(Kind.ATTENTION)}}
+assert not targets & set(sys.modules), "registering a name imported its method"
+hfplug.activation.deactivate()
+assert not set(names) & set(AttentionInterface._global_mapping)
+print("ORDER")
+"""
+
+
+@pytest.mark.parametrize("imports", ["import hfplug, transformers.modeling_utils", "import transformers.modeling_utils, hfplug"])
+def test_names_are_there_in_either_import_order_and_their_methods_are_not_imported(imports: str) -> None:
+    code = ORDER.format(imports=imports)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ORDER" in done.stdout, done.stderr
+
+
 MANIFEST = """
 import sys
 from hfplug import Kind, Method, Paper, hookimpl
