@@ -99,12 +99,16 @@ class CallbackContract:
     Attributes:
         method: name in the catalogue.
         options: its options. Choose them so that every step is measured: what never runs is never checked.
-        every_logging_step: whether every training log has all of its metrics.
+        train_args: fields of ``TrainingArguments`` of every run, e.g. ``eval_strategy`` for a callback that looks at evaluations.
+        logged_with: key of the log entries that have its metrics: ``"loss"``, or ``"eval_loss"``.
+        every_logging_step: whether every one of those has all of its metrics.
         tolerance: for metrics that must agree (fp32, tiny model).
     """
 
     method: ClassVar[str]
     options: ClassVar[dict[str, Any]] = {}
+    train_args: ClassVar[dict[str, Any]] = {}
+    logged_with: ClassVar[str] = "loss"
     every_logging_step: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-6
 
@@ -126,7 +130,7 @@ class CallbackContract:
         listed = [callback, tracker] if first else [tracker, callback]
         with hfplug_warnings() as warnings:
             trainer = models.tiny_trainer(
-                self.make_model() if model is None else model, [c for c in listed if c is not None], **args
+                self.make_model() if model is None else model, [c for c in listed if c is not None], **(self.train_args | args)
             )
             trainer.train(resume_from_checkpoint=resume)
         if callback is not None:  # Trainer may have replaced it by one built from the checkpoint
@@ -185,21 +189,22 @@ class CallbackContract:
         plain = self.run(None, **shared)
         run = self.run(self.make_callback(), first=first, output_dir=tmp_path, **shared)
         found = self.metrics(run, plain)
-        logs = [(entry, own) for entry, own in zip(run.history, found, strict=True) if "loss" in entry]
+        logs = [(entry, own) for entry, own in zip(run.history, found, strict=True) if self.logged_with in entry]
         assert any(own for _, own in logs), "no metric was logged"
         names = set().union(*(own for _, own in logs))
         if self.every_logging_step:
-            assert all(set(own) == names for _, own in logs), f"metrics are missing from some training logs: {logs}"
+            assert all(set(own) == names for _, own in logs), f"metrics are missing from some logs: {logs}"
         for entry, own in zip(run.history, found, strict=True):
             if "eval_loss" in entry:
                 assert all(name.startswith("eval_") for name in own), f"an evaluation was logged with {sorted(own)}"
-        shown = [entry for entry in run.tracker.seen if "loss" in entry]
+        shown = [entry for entry in run.tracker.seen if self.logged_with in entry]
         assert [e["step"] for e in shown] == [e["step"] for e, _ in logs], "not one log per logging step"
         for entry, (_, own) in zip(shown, logs, strict=True):
             missing = {name: value for name, value in own.items() if entry.get(name) != value}
             assert not missing, f"the tracker was not shown {missing}"
         saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-        assert [e for e in saved if "loss" in e] == [e for e in run.trainer.state.log_history if "loss" in e]
+        kept = [e for e in run.trainer.state.log_history if self.logged_with in e]
+        assert [e for e in saved if self.logged_with in e] == kept
 
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
     def test_b31_checkpointing_counts_once(self, reentrant: bool) -> None:
@@ -224,9 +229,7 @@ class CallbackContract:
         """Padding to 16 and to 64 tokens gives the same metrics."""
         shared: dict[str, Any] = {"logging_steps": 1}
         plain = self.run(None, **shared)
-        narrow, wide = (
-            self.run(self.make_callback(), data_collator=models.PadTo(width), **shared) for width in (16, 64)
-        )
+        narrow, wide = (self.run(self.make_callback(), data_collator=models.PadTo(width), **shared) for width in (16, 64))
         self.assert_close(self.metrics(wide, plain), self.metrics(narrow, plain), "padded to 64 instead of 16")
 
     def test_b33_cut_into_micro_batches_does_not_count(self) -> None:
