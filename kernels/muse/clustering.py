@@ -1,7 +1,7 @@
 """k-means and the tiles that turn clusters of any size into batched matrix products.
 
 The clustering is our reading of the paper's (arXiv 2509.10406 names k-means-like clusters of queries and of keys, no
-details): Euclidean, strided start, a few Lloyd steps on a strided sample, an empty cluster keeps its centre. It draws no
+details): Euclidean, a few Lloyd steps on a sample spread over the span, an empty cluster keeps its centre. It draws no
 random numbers and is a function of its input alone, so that gradient checkpointing sees the same clusters again.
 """
 
@@ -26,8 +26,8 @@ def kmeans(points: Tensor, clusters: int, iterations: int) -> Tensor:
     """``(groups, min(clusters, n), dim)`` centres of ``(groups, n, dim)`` points."""
     groups, n, dim = points.shape
     clusters = min(clusters, n)
-    sample = _strided(points, min(n, SAMPLE * clusters))
-    centres = _strided(sample, clusters).contiguous()
+    sample = _spread(points, min(n, SAMPLE * clusters))
+    centres = _spread(sample, clusters).contiguous()
     for _ in range(iterations):
         labels = nearest(sample, centres)
         sums = centres.new_zeros(centres.shape).scatter_add_(1, labels[..., None].expand(-1, -1, dim), sample)
@@ -36,11 +36,13 @@ def kmeans(points: Tensor, clusters: int, iterations: int) -> Tensor:
     return centres
 
 
-def _strided(points: Tensor, count: int) -> Tensor:
+def _spread(points: Tensor, count: int) -> Tensor:
+    """``count`` of the points, evenly over the span but at no constant stride, which a table's columns could fall in with."""
     n = points.shape[1]
     if count == n:
         return points
-    return points.index_select(1, torch.arange(count, device=points.device) * n // count)
+    golden = torch.arange(count, dtype=torch.float64, device=points.device) * (5**0.5 - 1) / 2
+    return points.index_select(1, (golden.frac() * n).long())
 
 
 def key_tile(n: int, clusters: int) -> int:
