@@ -56,6 +56,8 @@ class MuSeAttention:
 
 def left_to_exact(call: AttentionCall, config: MuSeConfig) -> str | None:
     """Why a call without a dense mask is not for MuSe; empty where nothing is to approximate; ``None``: it is for MuSe."""
+    if call.query.device.type not in ("cpu", "cuda"):
+        return f"devices of type {call.query.device.type}"
     if call.query.shape[2] != call.key.shape[2]:
         return "decoding and prefill in chunks"
     if max((stop - start for _, start, stop in call.rows()), default=0) <= 2 * config.block:

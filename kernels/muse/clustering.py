@@ -58,7 +58,7 @@ class Tiles:
 
     Attributes:
         index: ``(groups, tiles, size)`` int64, the member in each slot; 0 in slots without one.
-        count: ``(groups, tiles)`` int64, the members of each tile; they fill the first slots.
+        count: ``(groups, tiles)`` int32, the members of each tile; they fill the first slots.
         cluster: ``(groups, tiles)`` int64, the cluster of each tile; 0 for tiles without members.
         place: ``(groups, n)`` int64, the slot (over all tiles) of each member.
     """
@@ -92,7 +92,7 @@ def make_tiles(labels: Tensor, clusters: int, size: int) -> Tiles:
     goal = tile * size + slot
     return Tiles(
         index=labels.new_zeros(groups, tiles * size).scatter_(1, goal, order).view(groups, tiles, size),
-        count=labels.new_zeros(groups, tiles).scatter_add_(1, tile, torch.ones_like(tile)),
+        count=labels.new_zeros(groups, tiles).scatter_add_(1, tile, torch.ones_like(tile)).to(torch.int32),
         cluster=labels.new_zeros(groups, tiles).scatter_(1, tile, ordered),
         place=torch.empty_like(labels).scatter_(1, order, goal),
     )

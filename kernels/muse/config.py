@@ -35,8 +35,8 @@ class MuSeConfig:
     query_codebook: _BOOKS = field(
         default="past",
         metadata={
-            "help": "where query centroids come from: older queries (strictly causal), or the block's own, as the paper seems to, "
-            "whose outputs then depend on later tokens: for comparison only"
+            "help": "where query centroids come from: older queries (strictly causal), or the block's own, as the paper seems "
+            "to, whose outputs then depend on later tokens: for comparison only"
         },
     )
     min_length: int = _option(8192, "tokens of a document from which on MuSe is used; shorter ones get exact attention")

@@ -18,17 +18,21 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from hfplug import UnsupportedError
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _kernels(tensor: Tensor) -> ModuleType | None:
-    """The Triton forms, for tensors on a GPU."""
-    if not tensor.is_cuda:
+    """The Triton forms, for tensors on a GPU; the forms here are those of a CPU."""
+    if tensor.device.type == "cpu":
         return None
-    from hfplug.kernels.muse import kernels
+    if tensor.device.type != "cuda":
+        raise UnsupportedError(f"MuSe runs on CPU and CUDA (ROCm) tensors; got {tensor.device.type!r}")
+    from hfplug.kernels.muse import triton
 
-    return kernels.module()
+    return triton
 
 
 def tilt(mu: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
