@@ -38,6 +38,7 @@ METHOD = Method(
         f"{_HERE}.evaluate:auroc",
         f"{_HERE}.evaluate:baselines",
         f"{_HERE}.evaluate:cross_validate",
+        f"{_HERE}.records:groups_of",
         f"{_HERE}.records:read_records",
     ),
 )

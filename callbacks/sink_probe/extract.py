@@ -55,8 +55,8 @@ def extract(
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be 1 or more")
     known = check_records(records)
-    texts = [tokenised(r, tokenizer, chat, f"records[{i}]") for i, r in enumerate(known)]
     layouts = [layout_of(probe, model, tokenizer, chat, name) for probe in probes]
+    texts = [tokenised(r, tokenizer, chat, f"records[{i}]") for i, r in enumerate(known)]
     values = [np.zeros((len(texts), layout.width)) for layout in layouts]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]) + len(texts[i][1]))
     with evaluating(model):

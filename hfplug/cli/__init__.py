@@ -18,6 +18,8 @@ app = typer.Typer(
 )
 train_app = typer.Typer(no_args_is_help=True, help="Train from a run file: stock TRL fields plus a plugins: section.")
 app.add_typer(train_app, name="train")
+probe_app = typer.Typer(no_args_is_help=True, help="Fit a SinkProbe on labelled answers, and judge answers with it.")
+app.add_typer(probe_app, name="probe")
 
 PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -133,6 +135,48 @@ def merge(
 
     done = merging.merge(adapters, output, rank, weights, method, settings or [], seed)
     print(json.dumps(done.as_dict(), indent=2) if as_json else done)
+
+
+DATA = Annotated[Path, typer.Argument(help="JSONL: prompt, answer, label (1: what is to be found, a wrong answer), question_id.")]
+Model = Annotated[str, typer.Option(help="Folder, hub id or alias (smollm2) of the model that gave the answers.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put prompts in the chat template of the tokenizer.")]
+Batch = Annotated[int, typer.Option(help="Texts at a time.")]
+
+
+@probe_app.command("fit")
+def probe_fit(
+    data: DATA,
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="An option of SinkProbe, key=value; repeatable.")] = None,
+    folds: Annotated[int, typer.Option(help="Folds by question to judge it and the baselines over; 0: none.")] = 5,
+    seeds: Annotated[int, typer.Option(help="How often the folds are drawn.")] = 3,
+    chat: Chat = False,
+    batch_size: Batch = 8,
+    as_json: Json = False,
+) -> None:
+    """Fit a probe, say how well it and the baselines tell held-out answers apart, and save it."""
+    from hfplug.cli import probe
+
+    done = probe.fit(data, model, output, settings or [], folds, seeds, chat, batch_size)
+    print(json.dumps(done, indent=2)) if as_json else probe.show_fit(done)
+
+
+@probe_app.command("score")
+def probe_score(
+    data: DATA,
+    model: Model,
+    probe_dir: Annotated[Path, typer.Option("--probe", help="Folder of a fitted probe.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL to write: the records with their probability.")],
+    chat: Chat = False,
+    batch_size: Batch = 8,
+    as_json: Json = False,
+) -> None:
+    """Write how likely each answer has label 1."""
+    from hfplug.cli import probe
+
+    done = probe.score(data, model, probe_dir, output, chat, batch_size)
+    print(json.dumps(done, indent=2)) if as_json else probe.show_score(done)
 
 
 @app.command()

@@ -28,7 +28,7 @@ def merge(
     """
     from hfplug.seams.merge import merge as merge_adapters
 
-    options = dict(_setting(text) for text in settings)
+    options = dict(setting(text) for text in settings)
     taken = {"adapters", "weights", "rank", "method", "output", "name", "seed", "model"} & set(options)
     if taken:
         raise ConfigError(f"--set {min(taken)}=... is no option of a merge method")
@@ -44,7 +44,12 @@ def _numbers(text: str | None) -> list[float] | None:
         raise ConfigError(f"--weights {text!r} must be numbers with commas between, e.g. 1,1,-0.5") from error
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
+    """``--set key=value``, the value read as YAML.
+
+    Raises:
+        ConfigError: not of this form.
+    """
     key, found, value = text.partition("=")
     if not found or not key:
         raise ConfigError(f"--set {text!r} must be key=value, e.g. --set rule=ties")
