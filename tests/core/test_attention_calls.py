@@ -113,8 +113,9 @@ def test_masks_other_than_causal_stay_dense() -> None:
         assert torch.equal(call_of(found, 7, 7).dense(), expected)
         found, expected = both(create_sliding_window_causal_mask, attention_mask=None, position_ids=packed)
         assert torch.equal(found, expected)
-    found = seam.segments_mask(batch_size=1, q_length=2, kv_length=4, q_offset=6, kv_offset=4)
-    assert torch.equal(found, sdpa_mask(1, 2, 4, 6, 4, allow_is_causal_skip=False))
+    for keys, at, first in ((4, 6, 4), (6, 2, 1), (4, 3, 0)):
+        found = seam.segments_mask(batch_size=1, q_length=2, kv_length=keys, q_offset=at, kv_offset=first)
+        assert torch.equal(found, sdpa_mask(1, 2, keys, at, first, allow_is_causal_skip=False))
 
 
 def test_packing_is_recognised_by_what_the_functions_are_made_of() -> None:
@@ -201,6 +202,19 @@ def test_exact_attention_under_a_dense_mask(additive: bool, extra: str) -> None:
     for asked in (False, True):
         call = toys.random_call(4, 9, mask=given, output_attentions=asked, **EXTRAS[extra])
         assert_rms(call.exact()[0], reference(call), 1e-6)
+
+
+@pytest.mark.parametrize("extra", ["nothing", "softcap", "sinks"])
+def test_a_row_without_keys_gives_zeros(extra: str) -> None:
+    mask = torch.ones(2, 1, 4, 9, dtype=torch.bool)
+    mask[1, :, 2] = False
+    call = toys.random_call(4, 9, mask=mask, **EXTRAS[extra])
+    call.value.requires_grad_()
+    out, _ = call.exact()
+    assert (out[1, 2] == 0).all()
+    assert_rms(out, reference(call), 1e-6)
+    (gradient,) = torch.autograd.grad(out.sum(), call.value)
+    assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (1, 9)])
