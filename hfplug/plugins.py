@@ -195,12 +195,6 @@ def catalogue() -> Catalogue:
     return discover(sources())
 
 
-class _Manager(pluggy.PluginManager):
-    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        # pluggy looks at every name of dir(plugin); one that a manifest offers lazily is no hook, and costs an import of torch.
-        return super().parse_hookimpl_opts(plugin, name) if name in vars(plugin) else None
-
-
 def discover(found: list[Source]) -> Catalogue:
     """Load plugins one by one; whatever one does wrong is recorded against that one.
 
@@ -213,7 +207,7 @@ def discover(found: list[Source]) -> Catalogue:
     for variable, names in (("HFPLUG_PLUGINS", only or set()), ("HFPLUG_DISABLE", blocked)):
         for name in sorted(names - known):
             raise ConfigError(f"{variable} names {name!r}{nearest(name, known)}; installed plugins: {sorted(known)}")
-    manager = _Manager("hfplug")
+    manager = pluggy.PluginManager("hfplug")
     manager.add_hookspecs(hookspecs)
     result = Catalogue()
     for source in found:
