@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hfplug.kernels.muse.triton_backward import attend_backward, attend_gathered_backward, near_backward, tilt_backward
+from hfplug.kernels.muse.triton_backward import (
+    attend_backward,
+    attend_backward_launches,
+    attend_gathered_backward,
+    near_backward,
+    tilt_backward,
+    tilt_backward_launches,
+)
 from hfplug.kernels.muse.triton_common import (
     Launch,
     Seen,
@@ -32,7 +39,8 @@ from hfplug.kernels.muse.triton_common import (
 )
 
 __all__ = [
-    "attend", "attend_backward", "attend_gathered", "attend_gathered_backward", "near", "near_backward", "tilt", "tilt_backward",
+    "attend", "attend_backward", "attend_gathered", "attend_gathered_backward", "launches_of_a_step", "near", "near_backward",
+    "tilt", "tilt_backward",
 ]  # fmt: skip
 
 
@@ -248,3 +256,47 @@ def _attend(q: Tensor, shape: torch.Size, k: Tensor, v: Tensor, seen: Seen, scal
     o, lse = q.new_empty(*shape, v.shape[-1]), q.new_empty(shape, dtype=torch.float32)
     attend_launch(q, k, v, seen, scale, o, lse).run()
     return o, lse
+
+
+def launches_of_a_step(
+    D: int, Dv: int, dtype: torch.dtype, *, groups: int = 8, heads: int = 3, N: int = 4096, block: int = 1024,
+    C: int = 64, T: int = 80, P: int = 16, R: int = 16, M: int = 160,
+) -> dict[str, Launch]:  # fmt: skip
+    """Every launch of a forward and a backward by name, over tensors without memory: for compiling, not for running.
+
+    Args:
+        D, Dv: elements of a key and of a value.
+        dtype: of the inputs.
+        groups: heads of keys; each serves ``heads`` query heads.
+        N, block: positions, and those of a block of the near part.
+        C, T, P: centroids, tiles of keys and their slots.
+        R, M: queries of a tile, and the summaries or members they attend to.
+    """
+
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def single(*shape: int) -> Tensor:
+        return make(*shape, dtype=torch.float32)
+
+    def whole(*shape: int) -> Tensor:
+        return make(*shape, dtype=torch.int32)
+
+    mu, k, v, count = make(groups, C, D), make(groups, T, P, D), make(groups, T, P, Dv), whole(groups, T)
+    L, kbar, vbar = single(groups, C, T), make(groups, C, T, D), make(groups, C, T, Dv)
+    grads = L, single(groups, C, T, D), single(groups, C, T, Dv)
+    found = {"tilt": tilt_launch(mu, k, v, count, 0.1, L, kbar, vbar)}
+    backward = tilt_backward_launches(mu, k, v, count, 0.1, L, kbar, vbar, *grads, L, k, v)
+    found |= {f"tilt_{name}": launch for name, launch in backward.items()}
+    forms = {
+        "attend": (Seen(bias=single(groups, M)), 1, R, M, single(groups, M)),
+        "gathered": (Seen(index=whole(groups, M), source=whole(groups)), 1, R, N, None),
+        "near": (Seen(block=block), heads, N, N, None),
+    }
+    for form, (seen, g, rows, keys, dbias) in forms.items():
+        q, k, v, o, lse = make(groups, g, rows, D), make(groups, keys, D), make(groups, keys, Dv), make(groups, g, rows, Dv), L
+        dk, dv = (single(*x.shape) if form == "gathered" else x for x in (k, v))  # sums, added to atomically
+        found[form] = attend_launch(q, k, v, seen, 0.1, o, lse)
+        backward = attend_backward_launches(q, k, v, seen, 0.1, lse, o, lse, q, dk, dv, dbias)
+        found |= {f"{form}_{name}": launch for name, launch in backward.items()}
+    return found
