@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import subprocess
 import sys
 from typing import ClassVar
@@ -321,6 +322,16 @@ def test_what_is_saved_is_plain_and_loads_bit_for_bit_without_scikit_learn(tmp_p
     assert (np.load(tmp_path / "p.npy") == probe.predict_proba(table)).all()
 
 
+class Touches:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
 def test_what_is_damaged_or_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no probe\.npz"):
         SinkProbe.load(tmp_path)
@@ -335,9 +346,10 @@ def test_what_is_damaged_or_missing_is_named(tmp_path):
         with pytest.raises(HfplugError, match=message):
             SinkProbe.load(folder)
     (folder / "probe.json").write_text(json.dumps(about))
-    np.savez(folder / "probe.npz", coef=np.array([object()]), mean=np.zeros(1), scale=np.ones(1))
-    with pytest.raises(HfplugError, match="damaged"):  # a pickle is not opened
+    np.savez(folder / "probe.npz", coef=np.array([Touches(tmp_path / "ran")]), mean=np.zeros(1), scale=np.ones(1))
+    with pytest.raises(HfplugError, match="damaged"):
         SinkProbe.load(folder)
+    assert not (tmp_path / "ran").exists()  # a pickle is not opened
 
 
 def test_an_unfitted_probe_refuses():

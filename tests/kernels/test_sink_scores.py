@@ -200,6 +200,21 @@ def test_packed_documents_are_scored_one_by_one():
         assert (packed.scores(1) - alone).abs().max() <= 1e-6
 
 
+def test_attention_methods_of_hfplug_are_understood_from_outside(monkeypatch):
+    from hfplug.kernels.sink_scores import backend
+
+    monkeypatch.setattr(backend, "wanted", lambda module: [])  # like a method that knows nothing of recording
+    stock, own = (models.tiny_qwen3(attn=attn).eval() for attn in ("sdpa", "sink_scores"))
+    packed = {"input_ids": batch(None)["input_ids"][:1], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]])}
+    for inputs in (batch("left"), batch("right"), batch(None), {**packed, "use_cache": False}):
+        assert (run(own, inputs).scores(1) - run(stock, inputs).scores(1)).abs().max() <= 1e-6
+    for cache in (None, "static"):
+        online, whole = decoded(own, batch("left"), cache_implementation=cache)
+        assert (online.scores(1) - whole.scores(1)).abs().max() <= 1e-6
+    window = run(models.tiny_gemma3(attn="sink_scores").eval(), batch("left"))
+    assert (window.scores(0) - run(models.tiny_gemma3().eval(), batch("left")).scores(0)).abs().max() <= 1e-6
+
+
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_the_model_computes_what_it_computes_without(attn):
     inputs = batch("left")
