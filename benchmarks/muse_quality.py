@@ -24,7 +24,7 @@ import json
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -52,7 +52,7 @@ MUSE: dict[str, dict[str, int]] = {
     "MuSe, 128 clusters": {"clusters": 128},
     "MuSe, 4 tiles retrieved": {"retrieve": 4},
 }
-WINDOWS = (1024, 1536, 2048, 3072)
+WINDOWS = (1536, 2048, 1024, 3072)
 LEFT_OUT = {"doc": (), "code": ("MuSe, 128 clusters", "window 1024 + 4", "window 3072 + 4")}  # a forward takes a minute
 COST_LAYERS = (5, 18, 29)
 PATH = ROOT / "benchmarks" / "results" / "muse_quality.json"
@@ -76,9 +76,9 @@ def pieces(name: str, tokens: int = TOKENS) -> list[Tensor]:
     return list(ids.split(tokens))[: len(ids) // tokens]
 
 
-def load() -> Any:
-    """The model, in fp32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=torch.float32).eval()
+def load(dtype: torch.dtype = torch.float32) -> Any:
+    """The model."""
+    return transformers.AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=dtype).eval()
 
 
 @torch.no_grad()
@@ -196,10 +196,10 @@ def keep(stage: str, result: dict[str, Any]) -> None:
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
-def perplexity(model: Any) -> None:
-    """Every variant on both texts; those already in the file are not measured again."""
+def perplexity(model: Any, texts: Sequence[str] = ("doc", "code")) -> None:
+    """Every variant on the texts; those already in the file are not measured again."""
     found = stored().get("perplexity", {})
-    for name in ("doc", "code"):
+    for name in texts:
         ids, rows = pieces(name)[0], found.setdefault(name, {})
         for variant, switch in variants(model).items():
             if variant in rows or variant in LEFT_OUT[name]:
@@ -258,12 +258,17 @@ def calibration(model: Any) -> None:
 
 def held_out(model: Any) -> None:
     """Exact attention and the plan in turn, on the text of the calibration and on two others."""
-    kept = dict(stored()["calibrate"]["plan"])
+    kept = stored()["calibrate"]["plan"]
     plan = Plan(**{**kept, "layers": [LayerPlan(**layer) for layer in kept["layers"]]})
     doc, code = pieces("doc"), pieces("code")
-    texts = {"doc, calibrated on": doc[0], "doc, the 8192 tokens after": doc[1], "code": code[0]}
-    rows, exact_time, plan_time = {}, [], []
+    texts = {"doc, the 8192 tokens after": doc[1], "code": code[0], "doc, calibrated on": doc[0]}
+    result = stored().get("held_out", {})
+    if result.get("options") != kept["options"]:  # of another plan
+        result = {"options": kept["options"], "texts": {}, "seconds": {"exact": [], "calibrated": []}}
+    rows, exact_time, plan_time = result["texts"], *result["seconds"].values()
     for turn, (name, ids) in enumerate(texts.items()):
+        if name in rows:
+            continue
         found = {}
         for which in ("sdpa", "muse") if turn % 2 == 0 else ("muse", "sdpa"):
             model.set_attn_implementation(which)
@@ -278,9 +283,10 @@ def held_out(model: Any) -> None:
         row = rows[name]["calibrated"]
         print(f"{name:28} exact {exact['loss']:.4f} calibrated {row['difference']:+.4f} ({row['perplexity ratio'] - 1:+.2%}), "
               f"second half {row['difference, second half']:+.4f}", exact_time[-1], plan_time[-1], flush=True)  # fmt: skip
-    speed = {what: ratios([t[what] for t in exact_time], [t[what] for t in plan_time]) for what in exact_time[0]}
-    print({f"exact / calibrated, {what}": round(each["median"], 3) for what, each in speed.items()})
-    keep("held_out", {"texts": rows, "exact / calibrated": speed, "seconds": {"exact": exact_time, "calibrated": plan_time}})
+        speed = {what: ratios([t[what] for t in exact_time], [t[what] for t in plan_time]) for what in exact_time[0]}
+        result["exact / calibrated"] = speed
+        keep("held_out", result)
+    print({f"exact / calibrated, {what}": round(each["median"], 3) for what, each in result["exact / calibrated"].items()})
 
 
 def plot() -> None:
@@ -311,10 +317,14 @@ def plot() -> None:
 
 def main() -> None:
     """The stages asked for."""
-    stages = {"perplexity": perplexity, "cost": cost, "calibrate": calibration, "held_out": held_out}
+    stages: dict[str, Callable[[Any], None]] = {
+        "perplexity": lambda model: perplexity(model, options.text), "cost": cost, "calibrate": calibration, "held_out": held_out,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--stage", nargs="*", choices=[*stages, "plot"], default=[*stages, "plot"])
-    asked = parser.parse_args().stage
+    parser.add_argument("--text", nargs="*", choices=("doc", "code"), default=("doc", "code"), help="of the stage perplexity")
+    options = parser.parse_args()
+    asked = options.stage
     torch.set_num_threads(1)
     with Ledger("muse_quality") as ledger:
         for width in WINDOWS:

@@ -1,7 +1,7 @@
 """Training with MuSe on against the same training with exact attention: a fine-tune of SmolLM2-135M and tiny models from scratch.
 
-finetune: LoRA on every projection, 12 steps of one sequence of 4096 tokens of Python's help topics, bf16 autocast, block 512;
-afterwards 3 held-out sequences of the same text, each model with MuSe and with exact attention, in fp32.
+finetune: LoRA in fp32 on every projection of the model in bf16, 12 steps of one sequence of 4096 tokens of Python's help topics,
+block 512; afterwards 3 held-out sequences of the same text, each model with MuSe and with exact attention, in fp32.
 
 tiny: Llama of 4 layers, 128 wide, bytes as tokens, sequences of 2048 bytes of the standard library's sources and the help
 topics, block 128, 16 clusters; 3 seeds, same data and order; afterwards held-out sequences, each model with its own attention
@@ -88,7 +88,7 @@ def held_out_loss(model: Any, rows: list[Tensor]) -> float:
         return mean(float(loss_of(model, row[None])) for row in rows)
 
 
-def train(model: Any, rows: list[Tensor], rate: float, batch: int, autocast: bool) -> tuple[list[float], float]:
+def train(model: Any, rows: list[Tensor], rate: float, batch: int) -> tuple[list[float], float]:
     """One pass of AdamW, cosine from ``rate`` to 0 after a tenth of warm-up; losses of the steps, CPU seconds per step."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -98,8 +98,7 @@ def train(model: Any, rows: list[Tensor], rate: float, batch: int, autocast: boo
     model.train()
     for step in range(steps):
         ids = torch.stack(rows[step * batch : (step + 1) * batch])
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = loss_of(model, ids)
+        loss = loss_of(model, ids)
         loss.backward()
         nn.utils.clip_grad_norm_(wanted, 1.0)
         optimizer.step()
@@ -120,14 +119,15 @@ def finetune() -> None:
         "setting": {"length": LENGTH, "steps": STEPS, "rate": RATE, "rank": RANK, "held out": HELD, "muse": FINE}, "models": {},
     }  # fmt: skip
     for trained in ("base", "sdpa", "muse"):
-        model, found = load(), {}
+        model, found = load(torch.bfloat16), {}
         configure(model, **FINE)
         if trained != "base":
             torch.manual_seed(0)
             config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
             model = peft.get_peft_model(model, config).base_model.model
             model.set_attn_implementation(trained)
-            found["curve"], found["cpu seconds per step"] = train(model, rows, RATE, 1, autocast=True)
+            found["curve"], found["cpu seconds per step"] = train(model, rows, RATE, 1)
+        model.float()
         for which in ("sdpa", "muse"):
             model.set_attn_implementation(which)
             found[f"loss with {which}"] = held_out_loss(model, held)
@@ -155,6 +155,10 @@ def tiny() -> None:
     order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(7)).tolist()
     held, pool = [chunks[i] for i in order[:TINY_HELD]], [chunks[i] for i in order[TINY_HELD:]]
     runs: dict[str, list[dict[str, Any]]] = {"sdpa": [], "muse": [], "window": []}
+    setting = {
+        "length": TINY_LENGTH, "steps": TINY_STEPS, "rate": TINY_RATE, "held out": TINY_HELD, "muse": TINY, "window": WINDOW,
+        "uniform loss": math.log(256),
+    }  # fmt: skip
     with Ledger("tiny") as ledger:
         register(ledger, "window", Window(WINDOW))
         for seed in SEEDS:
@@ -165,24 +169,30 @@ def tiny() -> None:
                 model = tiny_model(seed)
                 configure(model, **TINY)
                 model.set_attn_implementation(which)
-                curve, seconds = train(model, rows, TINY_RATE, 1, autocast=False)
+                curve, seconds = train(model, rows, TINY_RATE, 1)
                 row: dict[str, Any] = {"curve": curve, "cpu seconds per step": seconds, "own": held_out_loss(model, held)}
                 model.set_attn_implementation("sdpa")
                 row["with exact attention"] = held_out_loss(model, held)
                 found.append(row)
                 print(seed, which, {k: round(v, 4) for k, v in row.items() if k != "curve"}, flush=True)
+            keep("tiny", {"setting": setting, "runs": runs, **compared(runs)})
+    for name, gap in compared(runs)["differences"].items():
+        print(f"{name}: {gap['mean']:+.4f} (sd {gap['sd']:.4f})")
+
+
+def compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Differences to exact attention over seeds, and the spread of exact attention itself."""
     gaps: dict[str, Any] = {}
     for name in ("muse", "window"):
         for how in ("own", "with exact attention"):
             each = [a[how] - b["own"] for a, b in zip(runs[name], runs["sdpa"], strict=True)]
-            gaps[f"{name}, evaluated {how}, minus exact"] = {"mean": mean(each), "sd": stdev(each), "values": each}
-            print(f"{name}, evaluated {how}, minus exact: {mean(each):+.4f} (sd {stdev(each):.4f})")
-    spread = stdev(r["own"] for r in runs["sdpa"])
-    setting = {
-        "length": TINY_LENGTH, "steps": TINY_STEPS, "rate": TINY_RATE, "held out": TINY_HELD, "muse": TINY, "window": WINDOW,
-        "uniform loss": math.log(256),
-    }  # fmt: skip
-    keep("tiny", {"setting": setting, "runs": runs, "differences": gaps, "sd of exact over seeds": spread})
+            gaps[f"{name}, evaluated {how}, minus exact"] = {"mean": mean(each), "sd": spread(each), "values": each}
+    return {"differences": gaps, "sd of exact over seeds": spread([r["own"] for r in runs["sdpa"]])}
+
+
+def spread(values: list[float]) -> float:
+    """Standard deviation; nan of one value."""
+    return stdev(values) if len(values) > 1 else math.nan
 
 
 def main() -> None:
