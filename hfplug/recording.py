@@ -205,7 +205,8 @@ class Recorder(Sequence[Recording]):
 
     def _observer(self) -> Observer | None:
         call = self._scope.current
-        return None if call is None or self not in call.memo or self._scope.recompute else self._look
+        # A call that is recomputed by gradient checkpointing has ended, and was counted then.
+        return None if call is None or self not in call.memo else self._look
 
     @torch.no_grad()
     def _look(self, implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
@@ -322,7 +323,7 @@ def wanted(module: nn.Module) -> list[Wanted]:
     found = []
     for recorder in _ACTIVE:
         call, layer = recorder._scope.current, recorder._modules.get(id(module))
-        if call is None or layer not in recorder.layers or recorder not in call.memo or recorder._scope.recompute:
+        if call is None or layer not in recorder.layers or recorder not in call.memo:
             continue
         written, take = functools.partial(_written, call, layer), functools.partial(recorder.take, call, layer)
         found.append(Wanted(recorder.what(call), written, take))

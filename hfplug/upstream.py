@@ -42,6 +42,8 @@ _PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"
 _ATTENTION_API = "transformers offers a hook on an attention module's queries and keys"
 _MASK_API = "transformers tells a mask function about packing by a tensor"
 _NAMES_API = "transformers unregisters attention names and refuses those without a mask function"
+_POSITIONS_API = "cache layers say which tokens the keys they return are"
+_FOLLOW_API = "caches tell when their rows or tokens change"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
 _LOSS_API = "Trainer offers added loss terms"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
@@ -131,9 +133,15 @@ UPSTREAM = (
     Upstream("transformers.trainer_callback:ExportableState.state", "callback seam", _TRAINER_API),
     Upstream("transformers.trainer_callback:TrainerState.stateful_callbacks", "callback seam", _TRAINER_API),
     Upstream("accelerate.utils:extract_model_from_parallel", "callback seam", "never: public, listed for doctor", ("model",)),
-    Upstream("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS", "sink_monitor", _ATTENTION_API),
+    Upstream("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS", "observe", _ATTENTION_API),
     Upstream(
-        "transformers.modeling_utils:AttentionInterface.get_interface", "sink_monitor", _ATTENTION_API,
+        "transformers.modeling_utils:AttentionInterface.get_interface", "observe", _ATTENTION_API,
         ("attn_implementation", "default"),
     ),
+    Upstream("transformers.cache_utils:StaticLayer", "recording", _POSITIONS_API),
+    Upstream("transformers.cache_utils:StaticSlidingWindowLayer", "recording", _POSITIONS_API),
+    Upstream("transformers.cache_utils:DynamicSlidingWindowLayer", "recording", _POSITIONS_API),
+    Upstream("transformers.cache_utils:Cache.crop", "recording", _FOLLOW_API, ("tokens_to_remove",)),
+    Upstream("transformers.cache_utils:Cache.batch_repeat_interleave", "recording", _FOLLOW_API, ("repeats",)),
+    Upstream("transformers.cache_utils:Cache.batch_select_indices", "recording", _FOLLOW_API, ("indices",)),
 )  # fmt: skip

@@ -359,6 +359,17 @@ def test_a_prefix_that_was_not_seen_is_refused_or_handed_over():
             model(input_ids=ids[:1, 6:], cache=copy.deepcopy(cache))  # another prefix
 
 
+def test_a_cache_that_grew_unseen_is_refused():
+    model, inputs = models.tiny_llama().eval(), batch(None)
+    with torch.no_grad(), record(model) as recorded:
+        cache = model(**inputs, use_cache=True).cache
+        for layer in cache.layers:
+            layer.update(layer.keys[:, :, :1], layer.values[:, :, :1])
+        with pytest.raises(UnsupportedError, match="12 tokens whose queries were not recorded"):
+            model(input_ids=inputs["input_ids"][:, :1], cache=cache)
+    assert recorded.last.tokens == 11
+
+
 def test_a_failed_call_leaves_no_half_recording():
     model, inputs = models.tiny_llama().eval(), batch()
     handle = model.model.layers[1].register_forward_pre_hook(lambda *a: (_ for _ in ()).throw(RuntimeError("broken")))
