@@ -83,10 +83,12 @@ def score(data: Path, model: str, probe: Path, output: Path, chat: bool, batch_s
         ``answers``, ``output``, ``mean``, and ``auroc`` or ``None``.
 
     Raises:
-        ConfigError: a line of the data, or a folder without a probe.
+        ConfigError: a line of the data, a folder without a probe, or an output that exists.
         UnsupportedError: the probe was fitted on another model, or another format of the prompt.
     """
     records = _method("read_records")(data)
+    if output.exists():
+        raise ConfigError(f"--output {output}: it exists already")
     fitted = _method("SinkProbe").load(probe)
     loaded, tokenizer, name = _load(model)
     (table,) = _method("extract")(loaded, tokenizer, records, [fitted], batch_size=batch_size, chat=chat, name=name)

@@ -485,6 +485,9 @@ class TestRecordsContract(Contract):
     test_b33_cut_into_micro_batches_does_not_count = None
     test_b31_checkpointing_counts_once = None
     test_b32_memory_does_not_grow_with_the_window = None
+    test_everything_is_removed_after_an_interrupt = None
+    test_everything_is_removed_after_training = None
+    test_b34_an_error_inside_the_model_turns_it_off = None
 
     def make_callback(self):
         return SinkProbeCallback(self.probe, records=self.records, heatmap=False)

@@ -58,15 +58,17 @@ def test_fit_and_score(folder: Path, tmp_path: Path) -> None:
     assert found["sink"]["mean"] > 0.9  # scores depend on the length: why that baseline stands beside them
     assert abs(done["control"]["mean"] - 0.5) < 0.3
     out = tmp_path / "judged.jsonl"
-    judging = ("probe", "score", folder / "data.jsonl", *shared, "--probe", tmp_path / "probe", "-o", out)
-    told = json.loads(invoke(*judging, "--json"))
+    judging = ("probe", "score", folder / "data.jsonl", *shared, "--probe", tmp_path / "probe", "-o")
+    told = json.loads(invoke(*judging, out, "--json"))
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [row["label"] for row in rows] == [i % 2 for i in range(40)]
     assert rows[0]["note"] == "kept é"
     assert all(0 <= row["probability"] <= 1 for row in rows)
     assert told["auroc"] > 0.9
     assert told["mean"] == pytest.approx(sum(row["probability"] for row in rows) / 40)
-    assert "AUROC" in invoke(*judging)
+    assert "AUROC" in invoke(*judging, tmp_path / "again.jsonl")
+    with pytest.raises(HfplugError, match="exists already"):
+        invoke(*judging, out)
 
 
 def test_fit_without_folds_and_as_text(folder: Path, tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def test_the_kernels_fit_every_chip(chip, dtype):
         assert_fits(compiled(launch, chip))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 256])
 def test_wide_heads_and_every_feature_at_once_fit(dim):
     for chip, dtype in itertools.product(("sm_80", "gfx942"), BOUNDS):
