@@ -562,6 +562,24 @@ def test_b32_evaluation_keeps_nothing_per_row(fitted, tmp_path):
     assert {(held, shape) for held, shape, _ in kept} == {(0, (2, 4, 3))}
 
 
+def test_b34_an_error_in_the_evaluations_forward_costs_the_callback_not_the_run(fitted, tmp_path):
+    from hfplug.callbacks.sink_probe import callback as module
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    callback = SinkProbeCallback(fitted)
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "output_dir": tmp_path}
+    with pytest.MonkeyPatch.context() as patch, hfplug_warnings() as warnings:
+        patch.setattr(module, "_scorer", lambda: fail)
+        trainer = models.tiny_trainer(models.tiny_llama(), [callback], **settings)
+        trainer.train()
+    assert [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e] != []
+    assert trainer.state.global_step == 2
+    assert "broken" in warnings[0]
+    assert str(callback.disabled) == "broken"
+
+
 def test_training_and_generation_are_not_judged(fitted, tmp_path):
     callback = SinkProbeCallback(fitted)
     model = models.tiny_llama()

@@ -135,6 +135,10 @@ def interpreted_results():
     query, key, arguments, _, _ = data("left padding", torch.float32)
     query[1, :, :9], key[1, :, :9] = float("nan"), float("nan")
     out["garbage"] = figures(kernels.sink_scores(query, key, log_diagonal=True, **arguments))
+    # Nor does it come from queries that see keys but do not count.
+    query, key, arguments, _, counted = data("counted", torch.float32)
+    query = query.masked_fill(~counted[:, None, :, None], float("nan"))
+    out["uncounted"] = figures(kernels.sink_scores(query, key, log_diagonal=True, **arguments))
     out["outputs"] = interpreted_outputs(kernels)
     return out
 
@@ -174,6 +178,7 @@ def test_b60_strides_do_not_matter(interpreted):
 
 def test_b60_garbage_at_padding_stays_there(interpreted):
     check(interpreted["garbage"], "left padding", torch.float32)
+    check(interpreted["uncounted"], "counted", torch.float32)
 
 
 # -- which path --------------------------------------------------------------------------------------------------------
