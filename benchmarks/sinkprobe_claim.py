@@ -60,7 +60,8 @@ def problem(kind: str, draw: random.Random) -> tuple[str, str]:
         line = draw.choice(tuple(LINES))
         return f">>> {line.format(**values)}", str(LINES[line](values))
     a, b = (draw.randint(2, {"product": 12, "difference": 20, "sum": 60}[kind]) for _ in range(2))
-    a, b = max(a, b), min(a, b)
+    if kind == "difference":
+        a, b = max(a, b), min(a, b)
     sign, truth = {"sum": ("+", a + b), "difference": ("-", a - b), "product": ("*", a * b)}[kind]
     return f"{a} {sign} {b} =", str(truth)
 
@@ -80,13 +81,15 @@ def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
     draw, found = random.Random(seed), {}
     kinds = ("sum", "difference", "product", "python")
     per_kind = dict.fromkeys(kinds, 0)
-    while len(found) < count:
+    for _ in range(100 * count):
+        if len(found) == count:
+            return list(found.values())
         kind = min(kinds, key=lambda k: per_kind[k])
         one = question(kind, draw)
         if one["question_id"] not in found:
             found[one["question_id"]] = one
             per_kind[kind] += 1
-    return list(found.values())
+    raise SystemExit(f"there are not {count} different questions: {per_kind}")
 
 
 @torch.no_grad()
@@ -123,6 +126,14 @@ def judge(probe: SinkProbe, tables: dict[str, Any], rows: list[dict[str, Any]], 
     return found
 
 
+def show(part: str, found: dict[str, Any]) -> None:
+    """Print one part, best first, whichever way it went."""
+    print(f"{part}: {found['answers']} answers, {100 * found['wrong']:.0f} % wrong")
+    scored = {name: f for name, f in found.items() if isinstance(f, dict)}
+    for name, one in sorted(scored.items(), key=lambda item: -item[1]["mean"]):
+        print(f"  {name:<24} {one['mean']:.3f} ± {one['std']:.3f}", flush=True)
+
+
 def main() -> None:
     """Ask, judge, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -147,22 +158,17 @@ def main() -> None:
         "examples": [{k: r[k] for k in ("question_id", "truth", "said", "label")} for r in rows[:8]],
         "all": judge(probe, tables, rows, np.ones(len(rows), dtype=bool)),
     }  # fmt: skip
+    show("all", result["all"])
     for kind in sorted(set(kinds)):
         wrong = result["wrong by kind"][kind]
         if min(wrong, 1 - wrong) * (kinds == kind).sum() >= 25:  # enough of both for five folds
             result[f"{kind} alone"] = judge(probe, tables, rows, kinds == kind)
+            show(f"{kind} alone", result[f"{kind} alone"])
     fitted = probe.fit(tables["sink"], [r["label"] for r in rows], groups_of(rows))
     layers = np.array([where[0] for where in fitted.support])
     result["support"] = {
         "weights": len(layers), "of": len(fitted.coef), "by third of the depth": np.histogram(layers, (0, 10, 20, 30))[0].tolist()
     }  # fmt: skip
-    for part, found in result.items():
-        if not isinstance(found, dict) or "sink" not in found:
-            continue
-        print(f"{part}: {found['answers']} answers, {100 * found['wrong']:.0f} % wrong")
-        scored = {name: f for name, f in found.items() if isinstance(f, dict)}
-        for name, one in sorted(scored.items(), key=lambda item: -item[1]["mean"]):
-            print(f"  {name:<24} {one['mean']:.3f} ± {one['std']:.3f}")
     print("support:", result["support"], "wrong by kind:", result["wrong by kind"], "seconds:", result["seconds"])
     print("wrote", _bench.write("sinkprobe_claim", result))
 
