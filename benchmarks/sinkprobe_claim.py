@@ -154,12 +154,12 @@ def main() -> None:
     result: dict[str, Any] = {
         "model": model_label("smollm2"), "folds": FOLDS, "seeds": list(SEEDS), "options": probe.options,
         "seconds": {"answering": asking, "features of all probes": extracting},
-        "wrong by kind": {k: float(np.mean([r["label"] for r in rows if r["kind"] == k])) for k in sorted(set(kinds))},
+        "wrong by kind": {k: float(np.mean([r["label"] for r in rows if r["kind"] == k])) for k in sorted(set(kinds.tolist()))},
         "examples": [{k: r[k] for k in ("question_id", "truth", "said", "label")} for r in rows[:8]],
         "all": judge(probe, tables, rows, np.ones(len(rows), dtype=bool)),
     }  # fmt: skip
     show("all", result["all"])
-    for kind in sorted(set(kinds)):
+    for kind in sorted(set(kinds.tolist())):
         wrong = result["wrong by kind"][kind]
         if min(wrong, 1 - wrong) * (kinds == kind).sum() >= 25:  # enough of both for five folds
             result[f"{kind} alone"] = judge(probe, tables, rows, kinds == kind)
