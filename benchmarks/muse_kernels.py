@@ -26,12 +26,11 @@ def figures(chip: str) -> list[dict[str, Any]]:
     for name, dtype in DTYPES.items():
         for width in WIDTHS:
             for launch, made in launches_of_a_step(width, width, dtype).items():
-                options = {"num_warps": made.num_warps, "num_stages": made.num_stages}
-                found = compile_only(made.kernel, made.arguments, chip, **options)
+                found = compile_only(made.kernel, made.arguments, chip, **made.options)
                 tiles = {k: v for k, v in made.arguments.items() if k in {"BC", "BP", "BR", "BM", "BG"}}
                 fits = found.spills == 0 and found.shared <= CHIPS[chip].shared_limit
                 rows.append({
-                    "chip": chip, "launch": launch, "dtype": name, "width": width, "tiles": tiles, **options,
+                    "chip": chip, "launch": launch, "dtype": name, "width": width, "tiles": tiles, **made.options,
                     "registers": found.registers, "spilled_bytes": found.spills, "shared_bytes": found.shared, "fits": fits,
                 })  # fmt: skip
     return rows

@@ -193,7 +193,7 @@ def tilt_launch(mu: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, L
         **common(k.dtype, D, Dv),
     }  # fmt: skip
     BC, BP, options = tiles("tilt", k.dtype, max(D, Dv), C, P)
-    return Launch(tilt_kernel, G * T * triton.cdiv(C, BC), {**arguments, "BC": BC, "BP": BP}, **options)
+    return Launch(tilt_kernel, G * T * triton.cdiv(C, BC), {**arguments, "BC": BC, "BP": BP}, options)
 
 
 def attend_launch(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, o: Tensor, lse: Tensor) -> Launch:
@@ -205,7 +205,7 @@ def attend_launch(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, o: 
     }  # fmt: skip
     gathered = " gathered" if seen.index is not None else ""
     BR, BM, options = tiles(f"attend{gathered}", q.dtype, max(D, v.shape[-1]), R, arguments["M"])
-    return Launch(attend_kernel, G * heads * triton.cdiv(R, BR), {**arguments, "BR": BR, "BM": BM}, **options)
+    return Launch(attend_kernel, G * heads * triton.cdiv(R, BR), {**arguments, "BR": BR, "BM": BM}, options)
 
 
 def tilt(mu: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

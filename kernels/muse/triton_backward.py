@@ -23,6 +23,7 @@ from hfplug.kernels.muse.triton_common import (
     common,
     hide,
     inner,
+    options_of,
     piece,
     row_totals,
     rows_of,
@@ -309,8 +310,8 @@ def tilt_backward_launches(
         "C": C, "T": T, "P": P, "scale": scale, **shared, "BKV": piece(k.dtype, Dv), "BC": BC, "BP": BP,
     }  # fmt: skip
     return {
-        "mean": Launch(tilt_mean_kernel, triton.cdiv(L.numel(), 16), summaries, num_warps=4, num_stages=1),
-        "dkv": Launch(tilt_backward_kernel, G * T * triton.cdiv(P, BP), members, **options),
+        "mean": Launch(tilt_mean_kernel, triton.cdiv(L.numel(), 16), summaries, options_of(4, 1)),
+        "dkv": Launch(tilt_backward_kernel, G * T * triton.cdiv(P, BP), members, options),
     }
 
 
@@ -327,10 +328,10 @@ def attend_backward_launches(
     M, gathered = arguments["M"], " gathered" if seen.index is not None else ""
     BR, BM, options = tiles("dq", q.dtype, max(D, Dv), R, M)
     for_q = {**arguments, "dq": dq, "BR": BR, "BM": BM}
-    launches = {"dq": Launch(attend_dq_kernel, G * heads * triton.cdiv(R, BR), for_q, **options)}
+    launches = {"dq": Launch(attend_dq_kernel, G * heads * triton.cdiv(R, BR), for_q, options)}
     BM, BR, options = tiles(f"dkv{gathered}", q.dtype, max(D, Dv), M, R)
     for_k = {**arguments, "dk": dk, "dv": dv, "dbias": dbias, "BR": BR, "BM": BM}
-    return {**launches, "dkv": Launch(attend_dkv_kernel, G * triton.cdiv(M, BM), for_k, **options)}
+    return {**launches, "dkv": Launch(attend_dkv_kernel, G * triton.cdiv(M, BM), for_k, options)}
 
 
 def tilt_backward(

@@ -75,19 +75,17 @@ def row_totals(lse, at, mask):  # type: ignore[no-untyped-def]
 
 
 class Launch(NamedTuple):
-    """A kernel with everything it is started with; ``arguments`` are the kernel's own, by name."""
+    """A kernel with everything it is started with; ``arguments`` are the kernel's own, by name; ``options`` are Triton's."""
 
     kernel: Any
     programs: int
     arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
+    options: dict[str, int]
 
     def run(self) -> None:
         """Start it on the current stream; nothing to do where the output is empty."""
         if self.programs:
-            options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-            self.kernel[(self.programs,)](**self.arguments, **options)
+            self.kernel[(self.programs,)](**self.arguments, **self.options, enable_fp_fusion=True)
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Seen:
 TILES = {
     ("tilt", 16): ((64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 8, 2)),
     ("tilt", 32): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 8, 1)),
-    ("tilt_backward", 16): ((32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 8, 1)),
+    ("tilt_backward", 16): ((32, 32, 4, 2), (32, 16, 8, 1), (16, 16, 8, 1)),
     ("tilt_backward", 32): ((16, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
     ("attend", 16): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
     ("attend", 32): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
@@ -127,7 +125,7 @@ TILES = {
     ("attend gathered", 32): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
     ("dq", 16): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
     ("dq", 32): ((32, 16, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
-    ("dkv", 16): ((64, 32, 4, 2), (64, 16, 4, 1), (32, 16, 8, 2)),
+    ("dkv", 16): ((32, 32, 4, 2), (32, 16, 8, 1), (32, 16, 8, 2)),
     ("dkv", 32): ((32, 16, 4, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
     ("dkv gathered", 16): ((32, 32, 4, 2), (32, 16, 8, 2), (32, 16, 8, 1)),
     ("dkv gathered", 32): ((32, 16, 4, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
@@ -147,7 +145,15 @@ def tiles(kernel: str, dtype: torch.dtype, width: int, own: int, other: int) -> 
     rows, columns, warps, stages = TILES[kernel, bits][0 if width <= 64 else 1 if width <= 128 else 2]
     if torch.version.hip and (kernel, bits) == ("tilt_backward", 16):
         warps = 4  # AMD gives a thread 512 registers in groups of four warps, and only 256 in groups of eight
-    return power(own, 16, rows), power(other, 16, columns), {"num_warps": warps, "num_stages": stages}
+    return power(own, 16, rows), power(other, 16, columns), options_of(warps, stages)
+
+
+def options_of(warps: int, stages: int) -> dict[str, int]:
+    """Triton's options of a launch."""
+    if torch.version.hip:
+        return {"num_warps": warps, "num_stages": 1}  # a pipeline takes the registers of what it loads ahead there
+    # Left alone, ptxas spills a few registers where that lets one more block on a multiprocessor; 8 warps of 255 still fit one.
+    return {"num_warps": warps, "num_stages": stages, "maxnreg": 255}
 
 
 def power(size: int, least: int, most: int) -> int:

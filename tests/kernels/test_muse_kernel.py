@@ -445,7 +445,7 @@ def launches(monkeypatch, chip, *sizes, **more):
 
 
 def compiled(launch, chip):
-    return compile_only(launch.kernel, launch.arguments, chip, num_warps=launch.num_warps, num_stages=launch.num_stages)
+    return compile_only(launch.kernel, launch.arguments, chip, **launch.options)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
