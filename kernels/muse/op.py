@@ -36,23 +36,21 @@ def muse(
         needs. Only the output has a gradient.
     """
     setting = Setting(clusters, query_clusters, block, retrieve, iterations, leaky, scale)
-    dtype = _accumulate(q.dtype)
-    inputs = [x.to(dtype).contiguous() for x in (q, k, v)]
-    outs, lses, made = [], [], []
-    for q_, k_, v_ in zip(*_portions(inputs), strict=True):
-        out, out_lse, clusters_ = scheme.forward(q_, k_, v_, setting)
-        outs.append(out)
-        lses.append(out_lse)
+    wide = _accumulate(q.dtype)
+    o, lse, made = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide), []
+    for part in _portions(q):
+        q_, k_, v_ = (x[part].to(wide).contiguous() for x in (q, k, v))
+        out, lse_, clusters_ = scheme.forward(q_, k_, v_, setting)
+        if sinks is not None:
+            both = torch.logaddexp(lse_, sinks[part].to(wide)[..., None])
+            out.mul_((lse_ - both).exp_()[..., None])
+            lse_ = both
+        o[part], lse[part] = out, lse_
         made += clusters_
-    o, lse = torch.cat(outs), torch.cat(lses)
-    if sinks is not None:
-        both = torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
-        o.mul_((lse - both).exp_()[..., None])
-        lse = both
     labels = [x.flatten() for x in made if x.dtype == torch.int32]
     centroids = [x.flatten() for x in made if x.dtype != torch.int32]
     empty = o.new_zeros(0)
-    return o.to(q.dtype), lse, torch.cat([empty.int(), *labels]), torch.cat([empty, *centroids])
+    return o, lse, torch.cat([empty.int(), *labels]), torch.cat([empty.to(wide), *centroids])
 
 
 @muse.register_fake
@@ -63,19 +61,20 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, clusters: int, query_clusters
     for shape, dtype in made_shapes(q, setting):
         sizes[dtype] += math.prod(shape)
     wide = _accumulate(q.dtype)
-    return (torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide), q.new_empty(sizes[torch.int32], dtype=torch.int32),
+    return (torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide), q.new_empty(sizes[torch.int32], dtype=torch.int32),
             q.new_empty(sizes[torch.float32], dtype=wide))  # fmt: skip
 
 
-def _portions(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
+def _portions(q: Tensor) -> list[slice]:
     """What runs at a time: on a CPU one key head, whose tiles then stay in its cache; elsewhere all of them."""
-    return [x.split(1 if x.device.type == "cpu" else len(x)) for x in tensors]
+    size = 1 if q.device.type == "cpu" else len(q)
+    return [slice(start, start + size) for start in range(0, len(q), size)]
 
 
 def made_shapes(q: Tensor, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes of what the forward records, in its order: centroids (float32 stands for floating) and int32 labels."""
-    for portion in _portions([q])[0]:
-        yield from _made_shapes(portion, setting)
+    for part in _portions(q):
+        yield from _made_shapes(q[part], setting)
 
 
 def _made_shapes(q: Tensor, setting: Setting) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
@@ -106,19 +105,21 @@ def muse_backward(
             yield flat[dtype].narrow(0, at[dtype], size).view(shape)
             at[dtype] += size
 
-    inputs = [x.to(wide).contiguous() for x in (q, k, v, o, grad)]
-    delta = (inputs[3] * inputs[4]).sum(-1)
-    grads = [
-        scheme.backward(q_, k_, v_, setting, o_, lse_, list(recorded(q_)), grad_, delta_)
-        for q_, k_, v_, o_, grad_, lse_, delta_ in zip(*_portions([*inputs, lse, delta]), strict=True)
-    ]
-    dq, dk, dv = (torch.cat(part) for part in zip(*grads, strict=True))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), delta
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    for part in _portions(q):
+        q_, k_, v_, o_, grad_ = (x[part].to(wide).contiguous() for x in (q, k, v, o, grad))
+        delta[part] = (o_ * grad_).sum(-1)
+        dq[part], dk[part], dv[part] = scheme.backward(
+            q_, k_, v_, setting, o_, lse[part], list(recorded(q_)), grad_, delta[part]
+        )
+    return dq, dk, dv, delta
 
 
 @muse_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv, torch.empty_like(lse)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
