@@ -61,8 +61,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, clusters: int, query_clusters
     for shape, dtype in made_shapes(q, setting):
         sizes[dtype] += math.prod(shape)
     wide = _accumulate(q.dtype)
-    return (torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide), q.new_empty(sizes[torch.int32], dtype=torch.int32),
-            q.new_empty(sizes[torch.float32], dtype=wide))  # fmt: skip
+    o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide)
+    return o, lse, q.new_empty(sizes[torch.int32], dtype=torch.int32), q.new_empty(sizes[torch.float32], dtype=wide)
 
 
 def _portions(q: Tensor) -> list[slice]:
