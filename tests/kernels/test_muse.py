@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hfplug.kernels.muse.backend import left_to_exact
@@ -42,5 +43,6 @@ class TestMuSeContract(AttentionContract):
         return own_reference(call)
 
 
+@pytest.mark.slow
 class TestMuSeRetrievingContract(TestMuSeContract):
     options = SMALL | {"retrieve": 2}
