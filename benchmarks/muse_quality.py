@@ -13,7 +13,7 @@ most, for a few heads carry the loss. The windows lose more than that at MuSe's 
 no width that costs as much. After calibrate(): within its budget on its own text with at least 25 of 30 layers on MuSe; on the
 rest of doc about the same; on code up to twice the budget, because other heads retrieve there.
 
-    python benchmarks/muse_quality.py                       # all stages, about 40 minutes on one thread
+    python benchmarks/muse_quality.py                       # all stages, about 50 minutes on one thread
     python benchmarks/muse_quality.py --stage perplexity    # or cost, calibrate, held_out, windows_calibrated, plot
 """
 
@@ -359,6 +359,7 @@ def plot() -> None:
 
     every = stored()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    names = [*MUSE, *map(window_name, WINDOWS), "MuSe, calibrated on doc"]
     middle = [BIN * (i + 0.5) for i in range(TOKENS // BIN)]
     for axis, (name, held) in zip(axes, (("doc", "doc, calibrated on"), ("code", "code")), strict=True):
         rows = every["perplexity"][name]
@@ -368,12 +369,13 @@ def plot() -> None:
             lines["MuSe, calibrated on doc"] = every["held_out"]["texts"][held]["calibrated"]["curve"]
         for line, curve in lines.items():
             style = "--" if line.startswith("window") else "-"
-            axis.plot(middle, [a - b for a, b in zip(curve, exact, strict=True)], style, label=line, lw=1.3)
+            colour = f"C{names.index(line)}"
+            axis.plot(middle, [a - b for a, b in zip(curve, exact, strict=True)], style, color=colour, label=line, lw=1.3)
         axis.axhline(0, color="grey", lw=0.8)
         axis.set(title=name, xlabel="position")
     axes[0].set_ylabel("loss over exact attention's, nats per token")
     axes[0].legend(fontsize=7)
-    figure.suptitle(f"SmolLM2-135M, no training, all layers; mean of {BIN} positions")
+    figure.suptitle(f"SmolLM2-135M, no training, all layers but for the calibrated; mean of {BIN} positions")
     figure.savefig(PATH.with_suffix(".png"), dpi=120)
     print(PATH.with_suffix(".png"))
 
