@@ -115,7 +115,7 @@ def tilt_backward_kernel(  # type: ignore[no-untyped-def]
         grad_v = rows_of(dvbar + at * Dv, c_mask, vs, Dv, WIDEN).to(centroids.dtype)
         S = scale * inner(whole_k, k_at, p_mask, centroids, mu_at, c_mask, D, BD, BK, WIDEN, PRECISION)
         w = tl.exp(S - tl.load(L + at, mask=c_mask, other=0.0)[None, :])
-        w = tl.where(p_mask[:, None] & c_mask[None, :], w, 0.0)
+        w = tl.where(p_mask[:, None], w, 0.0)  # past the last centroid gradients are 0
         dw = inner(whole_k, k_at, p_mask, grad_k, dkbar + at * D, c_mask, D, BD, BK, WIDEN, PRECISION)
         dw += inner(whole_v, v_at, p_mask, grad_v, dvbar + at * Dv, c_mask, Dv, BV, BKV, WIDEN, PRECISION)
         dS = scale * w * (dw - tl.load(mean + at, mask=c_mask, other=0.0)[None, :])

@@ -41,7 +41,7 @@ ATTEND = {
 NEAR = {
     "one block": (1, 2, 7, 9, 20, 20),
     "ragged": (2, 3, 37, 12, 17, 33),
-    "blocks of one": (1, 1, 5, 1, 4, 4),
+    "blocks of one": (1, 1, 70, 1, 4, 4),  # the last key of a whole tile of rows stands alone in its step
     "one position": (6, 2, 1, 4, 1, 1),
     "many blocks": (1, 2, 40, 8, 20, 12),
 }
