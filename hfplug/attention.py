@@ -183,25 +183,32 @@ def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-# One mask serves all layers of a forward pass; what is read off its values is read once, for as long as it lives.
+# One tensor serves all layers of a forward pass; what is read off its values is read once, until somebody writes into it.
 _known: Any = WeakTensorKeyDictionary()
 
 
-def _facts(segments: Tensor) -> dict[Any, Any]:
-    found = _known.get(segments)
-    if found is None:
-        runs = _runs(segments)
-        whole = [(b, 0, segments.shape[1]) for b in range(segments.shape[0])]
-        found = _known[segments] = {"rows": runs, "uniform": runs == whole}
+def _about(tensor: Tensor) -> dict[Any, Any]:
+    version = -1 if tensor.is_inference() else tensor._version
+    found: dict[Any, Any] | None = _known.get(tensor)
+    if found is None or found["version"] != version:
+        found = _known[tensor] = {"version": version}
     return found
+
+
+def _facts(segments: Tensor) -> dict[Any, Any]:
+    known = _about(segments)  # also of inference tensors, whose writes torch does not count: these are made by the mask function
+    if "rows" not in known:
+        runs = _runs(segments)
+        known |= {"rows": runs, "uniform": runs == [(b, 0, segments.shape[1]) for b in range(segments.shape[0])]}
+    return known
 
 
 def restarts(positions: Tensor) -> bool:
     """Whether positions ``(batch, tokens)`` go back to 0 inside a row: several documents, or padding on the left."""
-    found = _known.get(positions)
-    if found is None:
-        found = _known[positions] = {"restarts": bool((positions[:, 1:] == 0).any())}
-    return found["restarts"]
+    known = {} if positions.is_inference() else _about(positions)  # the caller's own, who may write into it
+    if "restarts" not in known:
+        known["restarts"] = bool((positions[:, 1:] == 0).any())
+    return bool(known["restarts"])
 
 
 def _runs(segments: Tensor) -> list[tuple[int, int, int]]:

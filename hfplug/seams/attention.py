@@ -334,7 +334,8 @@ def configure(model: nn.Module, method: str, **options: Any) -> Ledger:
     """Give a model's attention layers the options of a method, in the configuration they read, which is saved with the model.
 
     The layers are those that use the method; if none does yet, those that could. The implementation itself is not switched:
-    that is ``attn_implementation=`` at loading or ``model.set_attn_implementation``.
+    that is ``attn_implementation=`` at loading or ``model.set_attn_implementation``. A configuration that has options for single
+    layers may define ``check_layers(modules)``, which gets the layers and raises ``ConfigError``.
 
     Args:
         model: a transformers model, also inside PEFT.
@@ -360,9 +361,12 @@ def configure(model: nn.Module, method: str, **options: Any) -> Ledger:
     if not same:
         raise HfplugError(f"options of {method!r} do not survive config.json: {stored!r} comes back as {plain!r}")
     both_ways = "bidirectional" in getattr(entry.load_target(), "handles", ())
+    readers = _readers(model, method, both_ways)
+    if hasattr(made, "check_layers"):
+        made.check_layers(readers)
     ledger = Ledger(f"configure({method!r})")
     with ledger.transaction():
-        for config in _readers(model, method, both_ways):
+        for config in {id(layer.config): layer.config for layer in readers}.values():
             # Tables are laid again where they are there already: whichever of two calls is undone first, the other keeps them.
             table = _table(getattr(config, artefacts.KEY, None), config)
             ledger.set_attr(config, artefacts.KEY, table)
@@ -386,7 +390,7 @@ def _readers(model: nn.Module, method: str, both_ways: bool) -> list[Any]:
     if not chosen:
         raise ConfigError(f"no layer of {type(model).__name__} would read options of {method!r}: none takes (causal) attention "
                           "from transformers' AttentionInterface")  # fmt: skip
-    return list({id(m.config): m.config for m in chosen}.values())
+    return chosen
 
 
 def options_of(config: Any, method: str) -> Any:

@@ -16,6 +16,7 @@ from hfplug import ConfigError
 from hfplug.attention import AttentionCall
 from hfplug.kernels.muse.config import MuSeConfig
 from hfplug.kernels.muse.op import muse
+from hfplug.ledger import Ledger
 from hfplug.seams.attention import configure as _configure
 from hfplug.seams.attention import options_of
 
@@ -68,7 +69,7 @@ def left_to_exact(call: AttentionCall, config: MuSeConfig) -> str | None:
 
 
 def approximate(call: AttentionCall, config: MuSeConfig, exact_heads: tuple[int, ...] = ()) -> Tensor:
-    """MuSe's output ``(batch, tokens, heads, dim_v)``; rows of padding are zero.
+    """MuSe's output ``(batch, tokens, heads, dim_v)``, in the dtype of autocast where that is on; rows of padding are zero.
 
     Args:
         call: one that :func:`left_to_exact` has nothing against.
@@ -77,12 +78,12 @@ def approximate(call: AttentionCall, config: MuSeConfig, exact_heads: tuple[int,
     """
     batch, heads, tokens, dim = call.query.shape
     groups, width = call.key.shape[1], call.value.shape[3]
-    wrong = [head for head in exact_heads if head >= groups]
-    if wrong:
+    if any(head >= groups for head in exact_heads):
         raise ConfigError(f"layers[{str(call.layer_idx)!r}].exact_heads={list(exact_heads)}: the layer has {groups} key heads")
     wide = max(dim, width)
-    query = pad(call.query, (0, wide - dim)).view(batch, groups, heads // groups, tokens, wide)
-    key, value = pad(call.key, (0, wide - dim)), pad(call.value, (0, wide - width))
+    dtype = _dtype(call)
+    query = pad(call.query.to(dtype), (0, wide - dim)).view(batch, groups, heads // groups, tokens, wide)
+    key, value = pad(call.key.to(dtype), (0, wide - dim)), pad(call.value.to(dtype), (0, wide - width))
     run = functools.partial(_run, config=config, scale=call.scaling, exact_heads=exact_heads)
     if call.uniform:
         out = run(query, key, value, call.s_aux)
@@ -92,6 +93,15 @@ def approximate(call: AttentionCall, config: MuSeConfig, exact_heads: tuple[int,
             span = (slice(row, row + 1), ..., slice(start, stop), slice(None))
             out[span] = run(query[span], key[span], value[span], call.s_aux)
     return out[..., :width].flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _dtype(call: AttentionCall) -> torch.dtype:
+    """What torch's own attention would work in: that of autocast, where it is on; rotary embeddings leave float32 there."""
+    kind = call.query.device.type
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (call.query, call.key, call.value)))
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return dtype
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, config: MuSeConfig, scale: float,
@@ -137,7 +147,7 @@ def observed(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def configure(model: nn.Module, **options: Any) -> Any:
+def configure(model: nn.Module, **options: Any) -> Ledger:
     """Give a model's layers options of MuSe; see :func:`hfplug.seams.attention.configure`.
 
     Args:

@@ -40,7 +40,8 @@ def muse(
     o, lse, made = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide), []
     for part in _portions(q):
         q_, k_, v_ = (x[part].to(wide).contiguous() for x in (q, k, v))
-        out, lse_, clusters_ = scheme.forward(q_, k_, v_, setting)
+        with _as_written(q):
+            out, lse_, clusters_ = scheme.forward(q_, k_, v_, setting)
         if sinks is not None:
             both = torch.logaddexp(lse_, sinks[part].to(wide)[..., None])
             out.mul_((lse_ - both).exp_()[..., None])
@@ -63,6 +64,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, clusters: int, query_clusters
     wide = _accumulate(q.dtype)
     o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide)
     return o, lse, q.new_empty(sizes[torch.int32], dtype=torch.int32), q.new_empty(sizes[torch.float32], dtype=wide)
+
+
+def _as_written(q: Tensor) -> torch.autocast:
+    """Autocast reaches into operators; the sums here are in the dtype they are written in, as in torch's own attention."""
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def _portions(q: Tensor) -> list[slice]:
@@ -110,9 +116,10 @@ def muse_backward(
     for part in _portions(q):
         q_, k_, v_, o_, grad_ = (x[part].to(wide).contiguous() for x in (q, k, v, o, grad))
         delta[part] = (o_ * grad_).sum(-1)
-        dq[part], dk[part], dv[part] = scheme.backward(
-            q_, k_, v_, setting, o_, lse[part], list(recorded(q_)), grad_, delta[part]
-        )
+        with _as_written(q):
+            dq[part], dk[part], dv[part] = scheme.backward(
+                q_, k_, v_, setting, o_, lse[part], list(recorded(q_)), grad_, delta[part]
+            )
     return dq, dk, dv, delta
 
 

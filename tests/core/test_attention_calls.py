@@ -243,6 +243,27 @@ def test_rows_and_uniform() -> None:
     assert len(attention._known) < before  # what is known of a mask goes with it
 
 
+def test_what_is_known_of_a_tensor_ends_when_it_is_written_into() -> None:
+    table, positions = torch.ones(2, 9, dtype=torch.int32), torch.arange(9)[None].repeat(2, 1)
+    call = toys.random_call(9, 9, segments=table)
+    assert call.uniform
+    assert not attention.restarts(positions)
+    before = call.exact()[0]
+    table[1, :4], positions[1, 4:] = 0, torch.arange(5)
+    assert not call.uniform
+    assert call.rows() == [(0, 0, 9), (1, 4, 9)]
+    assert attention.restarts(positions)
+    after = call.exact()[0]
+    assert torch.equal(after[0], before[0])
+    assert not after[1, :4].any()
+    assert not torch.equal(call.dense()[:1], call.dense()[1:])
+    with torch.inference_mode():
+        positions = torch.arange(9)[None].repeat(2, 1)
+        assert not attention.restarts(positions)
+        positions[1, 4:] = torch.arange(5)
+        assert attention.restarts(positions)
+
+
 def test_dropout_drops_and_scales() -> None:
     torch.manual_seed(0)
     for more in ({}, {"softcap": 50.0}):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from hfplug.kernels.muse.backend import left_to_exact
+from hfplug.attention import AttentionCall
+from hfplug.kernels.muse import MuSeConfig, configure
+from hfplug.kernels.muse.backend import approximate, left_to_exact
 from hfplug.kernels.muse.reference import clusters_of, reference
 from hfplug.kernels.muse.scheme import Setting
 from hfplug.seams.attention import options_of
 from hfplug.testing.attention import AttentionContract
+from hfplug.testing.models import tiny_llama
 
 SMALL = {"clusters": 4, "query_clusters": 3, "block": 16, "min_length": 0}
 
@@ -46,3 +51,60 @@ class TestMuSeContract(AttentionContract):
 @pytest.mark.slow
 class TestMuSeRetrievingContract(TestMuSeContract):
     options = SMALL | {"retrieve": 2}
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+def _call(dtypes, **more):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, 90, 16, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (x.to(dtype).requires_grad_() for x, dtype in zip((q, k, v), dtypes, strict=True))
+    return AttentionCall(query=q, key=k, value=v, scaling=0.4, **more)
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32, F32), (F32, F32, BF16), (BF16, BF16, BF16)], ids=["fp32", "mixed", "bf16"])
+def test_under_autocast_it_is_muse_in_autocasts_dtype(dtypes):
+    """Rotary embeddings leave fp32 queries and keys beside bf16 values; the sums inside stay as they are written."""
+    config = MuSeConfig(**SMALL)
+    call = _call(dtypes)
+    with torch.autocast("cpu", dtype=BF16):
+        out = approximate(call, config)
+        exact, _ = call.exact()
+        (out.float() * torch.arange(16)).sum().backward()  # inside, as gradient checkpointing may
+    assert out.dtype == exact.dtype == BF16
+    lower = _call((BF16, BF16, BF16))
+    expected = approximate(lower, config)
+    (expected.float() * torch.arange(16)).sum().backward()
+    assert torch.equal(out, expected)
+    for found, own in zip((call.query, call.key, call.value), (lower.query, lower.key, lower.value), strict=True):
+        assert found.grad.dtype == found.dtype
+        assert torch.equal(found.grad.to(BF16), own.grad)
+
+
+@pytest.mark.parametrize("heads", [(), (1,)], ids=["all on MuSe", "one head exact"])
+@pytest.mark.parametrize("segments", [None, [1] * 70 + [2] * 20], ids=["whole", "packed with a short one"])
+def test_mixed_dtypes_are_worked_in_the_wider(heads, segments):
+    config = MuSeConfig(**SMALL)
+    more = {} if segments is None else {"segments": torch.tensor([segments], dtype=torch.int32)}
+    call = _call((F32, F32, BF16), **more)
+    wide = dataclasses.replace(call, value=call.value.float())
+    found, expected = (approximate(c, config, heads) for c in (call, wide))
+    assert torch.equal(found, expected)
+
+
+def test_a_model_trains_under_autocast():
+    model = tiny_llama(max_position_embeddings=256, attn="muse")
+    configure(model, **SMALL)
+    ids = torch.randint(3, 60, (2, 100), generator=torch.Generator().manual_seed(0))
+    grads = []
+    for on in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=BF16, enabled=on):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.995

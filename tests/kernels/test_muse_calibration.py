@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 
 import pytest
 import torch
 
 from hfplug import ConfigError
+from hfplug.attention import AttentionCall
 from hfplug.kernels.muse import MuSeConfig, calibrate, calibration, configure
-from hfplug.kernels.muse.calibration import LayerPlan, Plan, _choose
+from hfplug.kernels.muse.calibration import LayerPlan, Plan, _choose, _relative
 from hfplug.seams.attention import options_of
 from hfplug.testing.models import tiny_llama
 
@@ -80,6 +83,12 @@ def test_a_layers_own_numbers_count(model):
         ({"query_codebook": "block"}, "query_codebook='block'"),
         ({"layers": {"one": {"exact": True}}}, "'one' must be the index of a layer"),
         ({"layers": {"1": True}}, "must be a mapping"),
+        ({"layers": [1]}, r"layers=\[1\]"),
+        ({"layers": {"²": {"exact": True}}}, "must be the index of a layer"),
+        ({"layers": {True: {"exact": True}}}, "must be the index of a layer"),
+        ({"layers": {"1": {"exact": True}, "01": {}}}, "layers has layer 1 twice"),
+        ({"layers": {"2": {"exact": True}}}, "no layer 2; this model has 0 to 1"),
+        ({"layers": {"1": {"exact_heads": [7]}}}, r"exact_heads=\[7\]: the layer has 2 key heads"),
         ({"layers": {"1": {"exat": True}}}, "did you mean 'exact'"),
         ({"layers": {"1": {"clusters": 0}}}, r"layers\['1'\].clusters=0 must be 1 or more"),
         ({"layers": {"1": {"clusters": "many"}}}, "is not int"),
@@ -94,8 +103,28 @@ def test_a_wrong_option_is_named(model, options, told):
     assert model.config.to_dict() == before
 
 
-def test_heads_a_layer_does_not_have_are_named(model):
-    configure(model, **SMALL, layers={"1": {"exact_heads": [7]}})
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"clusters": "64"}, "clusters='64'"),
+        ({"block": True}, "block=True"),
+        ({"min_length": 1.5}, "min_length=1.5"),
+        ({"query_codebook": None}, "query_codebook=None"),
+        ({"layers": None}, "layers=None must be a mapping"),
+    ],
+)
+def test_a_wrong_type_is_named_without_the_seam_too(options, told):
+    with pytest.raises(ConfigError, match=told):
+        MuSeConfig(**options)
+
+
+def test_a_layer_is_known_by_its_number(model):
+    with configure(model, **SMALL, layers={"01": {"exact": True}, 0: {"clusters": 7}}):
+        assert options_of(model.config, "muse").layers == {"1": {"exact": True}, "0": {"clusters": 7}}
+
+
+def test_heads_a_damaged_config_names_are_refused(model):
+    model.config.hfplug["attention"]["muse"]["options"]["layers"] = {"1": {"exact_heads": [7]}}
     with pytest.raises(ConfigError, match=r"exact_heads=\[7\]: the layer has 2 key heads"):
         outputs(model, ids())
 
@@ -187,13 +216,63 @@ def test_the_cheapest_setting_within_the_threshold_is_chosen():
     assert _choose(slow, 1.0).setting == "exact"  # no error, but no gain either
 
 
+def test_what_the_user_left_to_exact_attention_stays_there(model, quick):
+    given = {"0": {"exact": True}, "1": {"exact_heads": [1], "retrieve": 1}}
+    with configure(model, **SMALL, layers=given):
+        plan = calibrate(model, [ids(200)], budget=10.0, settings=SETTINGS, verbose=False)
+    assert plan.options["layers"] == {"0": {"exact": True}, "1": {"retrieve": 1, "clusters": 2, "exact_heads": [1]}}
+    assert [layer.layer for layer in plan.layers] == [1]
+    configure(model, **SMALL, layers={"1": {"retrieve": 50}})
+    found = calibrate(model, [ids(200)], budget=10.0, settings=SETTINGS, verbose=False)
+    assert max(found.layers[1].error["coarse"]) <= 1e-8  # a layer's own options count where it is measured
+
+
+def test_a_head_without_a_number_or_without_output_stays_exact_or_goes(model, quick):
+    assert _relative(torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 4.0])) == [0.0, math.inf, 0.25]
+    layer = LayerPlan(3, "exact", [], {"fine": [math.nan, 0.1, math.inf]}, {"fine": 4.0})
+    assert _choose(layer, 1.0).exact_heads == [0, 2]
+    tried = []
+
+    def plan(threshold):
+        tried.append(threshold)
+        return Plan([_choose(layer, threshold)], 1.0, "loss", 2.0, math.nan, [9])
+
+    assert calibration._boldest(plan, [layer], 3.0, lambda p: 2.5).layers[0].exact_heads == [0, 2]
+    assert tried == [0.0, 0.1]
+
+
+def test_times_are_taken_after_the_first_run_of_a_kind():
+    measured, runs = calibration._Measured(SETTINGS), []
+    calls = [AttentionCall(query=x, key=x, value=x, scaling=1.0) for x in (torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 6, 4))]
+    for _ in range(2):
+        found, took = measured._timed("fine", calls[0], lambda: runs.append(len(runs)) or len(runs))
+        assert took >= 0
+    assert (found, len(runs)) == (3, 3)  # twice for the first call, once for the second
+    measured._timed("fine", calls[1], lambda: runs.append(0))
+    assert len(runs) == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        ({"texts": "a text"}, "texts must be a list of strings or tensors, not str"),
+        ({"texts": None}, "not NoneType"),
+        ({"texts": [ids().expand(2, -1)]}, r"texts\[0\] of shape \(2, 120\)"),
+        ({"texts": [ids().float()]}, r"texts\[0\] must be .* not torch.float32"),
+        ({"texts": [[1, 2, 3]]}, r"texts\[0\] must be .* not list"),
+        ({"texts": [ids()], "budget": True}, "budget=True"),
+        ({"texts": [ids()], "budget": "1 %"}, "budget='1 %'"),
+        ({"texts": [ids()], "budget": float("inf")}, "budget=inf"),
+        ({"texts": [ids()], "budget": float("nan")}, "budget=nan"),
+        ({"texts": [ids()], "settings": {}}, "settings={}"),
+        ({"texts": [ids()], "settings": None}, "settings=None"),
+        ({"texts": [ids()], "settings": {"odd": 3}}, r"settings\['odd'\]=3 must be a mapping"),
+        ({"texts": [ids()], "settings": {"odd": {"min_length": 3}}}, "'min_length' is not an option of layers"),
+        ({"texts": [ids()], "settings": {"odd": {"clusters": 0}}}, "clusters=0 must be 1 or more"),
         ({"texts": []}, "texts is empty"),
         ({"texts": [ids(30)]}, r"texts\[0\] has 30 tokens; MuSe is used from 33 on"),
         ({"texts": ["a text"]}, "tokenizer= is needed"),
-        ({"texts": [ids()], "budget": 0.0}, "budget=0.0 must be > 0"),
+        ({"texts": [ids()], "budget": 0.0}, "budget=0.0 must be a number > 0"),
         ({"texts": [ids()], "measure": "perplexity"}, "measure='perplexity'"),
         ({"texts": [ids()], "settings": {"exact": {}}}, "'exact' is taken"),
         ({"texts": [ids()], "settings": {"odd": {"cluster": 3}}}, "did you mean 'clusters'"),
@@ -209,7 +288,27 @@ def test_a_model_that_is_not_on_muse_is_refused(model):
         calibrate(stock(model), [ids()])
 
 
-def test_a_damaged_plan_is_refused(tmp_path):
-    (tmp_path / "plan.json").write_text('{"layers": 3}')
-    with pytest.raises(ConfigError, match="is not a plan of MuSe"):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layers": 3}, "not a plan of MuSe"),
+        ({"layers": [{"layer": 0}]}, "needs a value for 'setting'"),
+        ({"budget": "much"}, "budget='much'"),
+        ({"options": {}}, "layers=None"),
+        ({"options": {"layers": {}, "cluster": 3}}, "did you mean 'clusters'"),
+        ({"setting": "tiny"}, "setting 'tiny' of layer 0 is not one of"),
+    ],
+)
+def test_a_damaged_plan_is_refused(tmp_path, change, told):
+    made = Plan([LayerPlan(0, "fine", [], {"fine": [0.1]}, {"fine": 2.0})], 0.1, "loss", 2.0, 2.1, [90], {"layers": {}})
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    if "setting" in change:
+        stored["layers"][0] |= change
+    else:
+        stored |= change
+    (tmp_path / "plan.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="is not a plan of MuSe") as raised:
         Plan.load(tmp_path / "plan.json")
+    assert told in str(raised.value)
