@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hfplug.attention import AttentionCall
-from hfplug.kernels.muse import MuSeConfig, configure
+from hfplug.kernels.muse import MuSeConfig, backend, configure
 from hfplug.kernels.muse.backend import approximate, left_to_exact
 from hfplug.kernels.muse.reference import clusters_of, reference
 from hfplug.kernels.muse.scheme import Setting
 from hfplug.seams.attention import options_of
 from hfplug.testing.attention import AttentionContract
-from hfplug.testing.models import tiny_llama
+from hfplug.testing.models import tiny_llama, tiny_trainer
 
 SMALL = {"clusters": 4, "query_clusters": 3, "block": 16, "min_length": 0}
 
@@ -108,3 +108,30 @@ def test_a_model_trains_under_autocast():
         loss.backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.995
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_trl_packs_documents_for_it(monkeypatch, strategy):
+    """TRL's packing trains as under sdpa (here a key is a cluster), and MuSe is told where a document ends."""
+    from datasets import Dataset
+
+    seen, losses = [], []
+    monkeypatch.setattr(backend, "approximate", lambda call, *given: seen.append(call.rows()) or approximate(call, *given))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (70, 50, 90, 40, 100, 30, 64, 80)]
+    for attention in ("sdpa", "muse"):
+        model = tiny_llama(max_position_embeddings=512, attn=attention)
+        if attention == "muse":
+            configure(model, **SMALL | {"clusters": 1000})
+        trainer = tiny_trainer(
+            model, sft=True, train_dataset=Dataset.from_dict({"input_ids": rows}), packing=True, packing_strategy=strategy,
+            max_length=128, max_steps=2, logging_steps=1, per_device_train_batch_size=2,
+        )  # fmt: skip
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    lengths = {stop - start for rows_ in seen for _, start, stop in rows_}
+    if strategy == "bfd":
+        assert lengths <= {len(row) for row in rows}
+    else:  # cut without regard to documents, as TRL says
+        assert max(lengths) == 128
