@@ -22,6 +22,7 @@ from hfplug.errors import ConfigError, MissingPluginError, UnsupportedError
 from hfplug.plugins import Entry, catalogue
 
 KEY = "hfplug"
+PATCHES = "hfplug_patches"  # in adapter_config.json: the records of the patches on the base model
 FORMAT = 1
 _PART = r"\w([\w.-]*\w)?"
 _HUB_ID = re.compile(rf"{_PART}(/{_PART})?", re.ASCII)
