@@ -154,7 +154,12 @@ UPSTREAM = (
     ),
     Upstream("transformers.configuration_utils:PreTrainedConfig.get_config_dict", "patch seam", _PATCH_API),
     Upstream(
-        "transformers.modeling_utils:_get_resolved_checkpoint_files", "patch seam", _PATCH_API, ("transformers_explicit_filename",)
+        "transformers.modeling_utils:_get_resolved_checkpoint_files", "patch seam", _PATCH_API,
+        ("transformers_explicit_filename",),
+    ),
+    Upstream(
+        "trl.trainer.utils:create_model_from_path", "hfplug.training", "SFTTrainer offers a hook on the loaded model",
+        ("model_id",),
     ),
     Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
     Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
