@@ -30,6 +30,7 @@ class PatchContract(PatchFiles):
         method: name in the catalogue.
         options: the options it is tested with.
         compiles: whether ``torch.compile(fullgraph=True)`` takes it; else graph breaks are allowed.
+        embeds: whether ``inputs_embeds`` may stand in place of ``input_ids``; else they are refused.
         packs: whether packed documents do not see each other; else they are refused.
         tolerance: of logits that must agree but are summed in another order, relative to the largest one. Weights are fp64
             there, so that rounding does not hide what a patch does; norms and rotations of transformers stay fp32.
@@ -60,7 +61,7 @@ class PatchContract(PatchFiles):
         """Bit for bit; and a patch that acts changes the logits."""
         import torch
 
-        model, batch = self.stock(family), self.padded("left")
+        model, batch = self.stock(family), self.batch(family)
         before = self.logits(model, batch)
         handle = self.apply(model)
         fresh = self.logits(model, batch)
@@ -76,13 +77,13 @@ class PatchContract(PatchFiles):
         """Modules, tensors, hooks and attributes by identity, the configuration, the logits; applying again works."""
         import torch
 
-        model, batch = self.stock(family), {"input_ids": self.ids()}
+        model, batch = self.stock(family), self.batch(family)
         expected = self.logits(model, batch)
         before = portrait(model)
         for _ in range(2):
             handle = self.apply(model)
             self.stir(model, handle)
-            self.logits(model, self.padded("left"))
+            self.logits(model, batch)
             handle.remove()
             after = portrait(model)
             assert after == before, {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
@@ -125,7 +126,8 @@ class PatchContract(PatchFiles):
 
         import hfplug
 
-        family, batch = self.known(), {"input_ids": self.ids()}
+        family = self.known()
+        batch = self.batch(family)
         early = self.stock(family)
         expected = self.logits(early, batch)
         student = copy.deepcopy(early)
@@ -314,6 +316,8 @@ class PatchContract(PatchFiles):
         import torch
         from transformers import DynamicCache
 
+        from hfplug.errors import UnsupportedError
+
         model, ids = self.patched(self.known()), self.ids()
         expected = self.logits(model, {"input_ids": ids})
         with torch.no_grad():
@@ -325,6 +329,12 @@ class PatchContract(PatchFiles):
                 old = model(input_ids=ids, past_key_values=DynamicCache(config=model.config.get_text_config()))
         assert old.cache.get_seq_length() == ids.shape[1]
         self.same(old.logits, expected, "logits")
+        embedded = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+        if self.embeds:
+            self.same(self.logits(model, embedded), expected, "logits")
+        else:
+            with pytest.raises(UnsupportedError, match="input_ids"):
+                self.logits(model, embedded)
 
     # -- training ----------------------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class PatchFiles(PatchRuns):
 
         import hfplug
 
-        model, batch = self.patched(family), self.padded("left")
+        model, batch = self.patched(family), self.batch(family)
         expected = self.logits(model, batch)
         with self.quiet():
             model.save_pretrained(tmp_path / "a")

@@ -76,9 +76,12 @@ def installed(cls: type[Any]) -> Iterator[None]:
     module.Toy = cls  # type: ignore[attr-defined]
     where = f"{name}_module:Toy"
     method = Method(name=name, kind=Kind.PATCH, target=where, config=where, summary="a toy", paper=PAPER)
+    former = sys.modules.get(module.__name__), catalogue().entries.get(name)
     sys.modules[module.__name__] = module
     catalogue().entries[name] = Entry(method, Source(name, "x", "hfplug-toy", "1.0"))
     try:
         yield
     finally:
         del sys.modules[module.__name__], catalogue().entries[name]
+        if former[0] is not None and former[1] is not None:  # one inside the other
+            sys.modules[module.__name__], catalogue().entries[name] = former
