@@ -8,8 +8,9 @@ initialisation, see the same batches and have the same learning rates to choose 
 Fixed before measuring. A rate is stable if every seed ends (mean of the last 20 steps) finite and within 0.2 nats of the same
 model's best mean. The claim, after the paper: the largest stable rate is at least 3 times the baseline's, and the held-out
 loss at each one's best rate is lower. Also: the spectral norm of the Hessian with respect to the activations in front of the
-last layer, by power iteration on Hessian-vector products, of models trained at a rate of 1e-2, with the layers' weights times 1
-and times 4 (the paper: SimpleNorm's does not grow with the weights); and the time of a training step beside plain pre-norms, eager and compiled.
+last layer, by power iteration on Hessian-vector products, of models trained at a rate of 1e-2, with the layers' weights times
+1 and times 4 (the paper: SimpleNorm's does not grow with the weights); and the time of a training step beside plain
+pre-norms, eager and compiled.
 
 Our own expectation: with four layers pre-norms are far more stable than at the paper's sizes, so the factor may well be
 missed, in which case it says so.
