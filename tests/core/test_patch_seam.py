@@ -224,6 +224,17 @@ def test_several_patches_come_back_in_order(tmp_path: Path) -> None:
     assert [h.method for h in hfplug.applied(once_more)] == ["toy_second"]
 
 
+def test_another_head_on_a_patched_base_is_patched(tmp_path: Path) -> None:
+    model = stirred("toy_gain")
+    model.save_pretrained(tmp_path)
+    other, info = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"}
+    hidden = [m.model.eval()(IDS).last_hidden_state for m in (model, other)]
+    assert torch.equal(*hidden)
+    hfplug.applied(other)[0].remove()
+    assert not torch.equal(hidden[0], other.model(IDS).last_hidden_state)
+
+
 def test_removing_from_a_rebuilt_model_leaves_its_siblings_configuration_alone(tmp_path: Path) -> None:
     stirred("toy_gain").save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
