@@ -209,6 +209,21 @@ def test_states_in_which_no_patch_goes_on() -> None:
         hfplug.apply(llama(), "toy_gain")
 
 
+def test_the_probe_forward_leaves_no_state() -> None:
+    """Vision-language models keep offsets of positions from one forward to the next."""
+    model = FAMILIES["Qwen2-VL"]()
+    base = model.model
+    base.rope_deltas = kept = torch.full((1, 1), 5)
+
+    def forward(module: nn.Module, args: Any, output: Any) -> None:
+        base.rope_deltas, base.another = None, 1
+
+    base.register_forward_hook(forward)
+    hfplug.apply(model, "toy_gain")
+    assert base.rope_deltas is kept
+    assert not hasattr(base, "another")
+
+
 # -- records -----------------------------------------------------------------------------------------------------------------
 
 
