@@ -25,13 +25,18 @@ from hfplug.plugins import catalogue, load
 
 __all__ = [
     "ConfigError", "HfplugError", "Kind", "Ledger", "LedgerError", "Method", "MissingPluginError", "Paper", "PluginError",
-    "UnsupportedError", "__version__", "catalogue", "hookimpl", "load",
+    "UnsupportedError", "__version__", "applied", "apply", "catalogue", "hookimpl", "load", "plan",
 ]  # fmt: skip
 
 _NAMESPACES = ("callbacks", "kernels", "losses", "modeling_patches", "trainers", "tuners")
 
 
+_PATCHING = ("applied", "apply", "plan")  # in hfplug.patches, which imports torch
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PATCHING:
+        return getattr(importlib.import_module("hfplug.patches"), name)
     # `hfplug.tuners.config(...)` without importing the subpackage first.
     if name in _NAMESPACES:
         return importlib.import_module(f"hfplug.{name}")

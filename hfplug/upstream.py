@@ -45,6 +45,7 @@ _NAMES_API = "transformers unregisters attention names and refuses those without
 _POSITIONS_API = "cache layers say which tokens the keys they return are"
 _FOLLOW_API = "caches tell when their rows or tokens change"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
+_PATCH_API = "transformers builds a model with changes that its configuration records"
 _LOSS_API = "Trainer offers added loss terms"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
@@ -144,4 +145,23 @@ UPSTREAM = (
     Upstream("transformers.cache_utils:Cache.crop", "recording", _FOLLOW_API, ("tokens_to_remove",)),
     Upstream("transformers.cache_utils:Cache.batch_repeat_interleave", "recording", _FOLLOW_API, ("repeats",)),
     Upstream("transformers.cache_utils:Cache.batch_select_indices", "recording", _FOLLOW_API, ("indices",)),
+    Upstream("transformers.modeling_utils:PreTrainedModel.post_init", "patch seam", _PATCH_API),
+    Upstream(
+        "transformers.modeling_utils:PreTrainedModel._initialize_weights", "patch seam", _PATCH_API, ("module", "is_custom_code")
+    ),
+    Upstream(
+        "transformers.configuration_utils:PreTrainedConfig.to_json_file", "patch seam", _PATCH_API, ("json_file_path", "use_diff")
+    ),
+    Upstream("transformers.configuration_utils:PreTrainedConfig.get_config_dict", "patch seam", _PATCH_API),
+    Upstream(
+        "transformers.modeling_utils:_get_resolved_checkpoint_files", "patch seam", _PATCH_API,
+        ("transformers_explicit_filename",),
+    ),
+    Upstream(
+        "trl.trainer.utils:create_model_from_path", "hfplug.training", "SFTTrainer offers a hook on the loaded model",
+        ("model_id",),
+    ),
+    Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
+    Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
+    Upstream("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "patch seam", _PEFT_API),
 )  # fmt: skip

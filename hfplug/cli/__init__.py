@@ -137,6 +137,20 @@ def merge(
     print(json.dumps(done.as_dict(), indent=2) if as_json else done)
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or alias (smollm2) of a model; only its configuration is read.")],
+    patch: Annotated[str, typer.Argument(help="A patch: simplenorm, ...")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="An option of the patch, key=value; repeatable.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a patch would do to a model: modules, parameters, bytes. Loads no weights."""
+    from hfplug.cli import patching
+
+    done = patching.plan(model, patch, settings or [])
+    print(json.dumps(done.as_dict(), indent=2) if as_json else done)
+
+
 DATA = Annotated[Path, typer.Argument(help="JSONL: prompt, answer, label (1: what is to be found, a wrong answer), question_id.")]
 Model = Annotated[str, typer.Option(help="Folder, hub id or alias (smollm2) of the model that gave the answers.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts in the chat template of the tokenizer.")]

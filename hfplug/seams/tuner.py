@@ -422,7 +422,7 @@ def _check_loaded(loaded: Mapping[str, Any]) -> None:
         return
     artefacts.check_record(stored, f"the adapter (peft_type {loaded.get('peft_type')!r})")
     known = {f.name for f in fields(catalogue().get(stored["plugin"], Kind.TUNER).load_config())}
-    if unknown := sorted(set(loaded) - known):
+    if unknown := sorted(set(loaded) - known - {artefacts.PATCHES}):
         raise ConfigError(
             f"adapter_config.json has the option {unknown[0]!r}{nearest(unknown[0], known)} that {stored['plugin']!r} of this "
             f"installation does not know; it was written by {stored['distribution']} {stored['version']}: upgrade it"

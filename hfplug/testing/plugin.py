@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite(
-    *(f"hfplug.testing.{name}" for name in ("tuner", "tuner_files", "loss", "callback", "attention", "attention_runs"))
-)
+_KIT = ("tuner", "tuner_files", "loss", "callback", "attention", "attention_runs", "patch", "patch_files", "patch_runs")
+pytest.register_assert_rewrite(*(f"hfplug.testing.{name}" for name in _KIT))
 
 
 def pytest_configure(config: Any) -> None:
