@@ -19,11 +19,11 @@ METHOD = Method(
     capabilities={
         "identity at the start": "bit for bit; exact feedback with gradients runs in groups, which changes the order of sums",
         "decoding with a cache, beams, assisted decoding": "the state stands in the cache",
-        "static caches": "not compiled by generate()",
+        "static caches": "without a gain by compilation",
         "left and right padding, packing": "padding feeds nothing back, documents start anew",
         "gradient checkpointing": "by full passes, ceil(tokens / group_size) of them for exactness",
         "PEFT on top": 'modules_to_save=["turboconn"] trains and saves the connections with an adapter',
-        "torch.compile": "layers are compiled, the loop over groups is not (graph breaks)",
+        "torch.compile": "what stands around the token stack is compiled, the stack itself runs eagerly (a graph break)",
         "continuous batching, prefix tuning": "refused",
         "DDP, FSDP2": "FSDP2: every rank needs batches of the same length",
     },

@@ -106,8 +106,9 @@ class Driver:
 
     # -- around it -----------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the forward of the stack.
+        """As the forward of the stack; torch.compile leaves it as it is, since the loop and the state are Python's.
 
         Raises:
             UnsupportedError: the cache was filled without TurboConn, or has no place for its state.
@@ -126,7 +127,7 @@ class Driver:
 
     def _asleep(self, grad: bool) -> bool:
         """Whether all feedback is 0 and no gradient of it is asked for; the model is then the stock one, bit for bit."""
-        if self.awake or torch.compiler.is_compiling():
+        if self.awake:
             return False
         layers: Any = self.stack.get_submodule(self.layers)
         for target in self.targets:

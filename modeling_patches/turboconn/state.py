@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,19 +34,22 @@ class FeedbackLayer(DummyLayer):
     after ``activate_past_recording``.
 
     Args:
-        is_sliding: as the first layer of the cache, so that a search for a (non-)sliding layer never stops here.
+        others: the other layers of the cache.
         needed: tokens the next one may look back (the group size).
 
     Attributes:
         length: tokens seen.
     """
 
-    is_compileable = False
     is_croppable = True
 
-    def __init__(self, is_sliding: bool, needed: int) -> None:
+    def __init__(self, others: Sequence[Any], needed: int) -> None:
         super().__init__()
-        self.is_sliding, self.needed = is_sliding, needed
+        self.needed = needed
+        # As the others are, or transformers would take a static cache for one whose masks may be left out, and look for the
+        # (non-)sliding layers here.
+        self.is_compileable = all(layer.is_compileable for layer in others)
+        self.is_sliding = bool(others and getattr(others[0], "is_sliding", False))
         self.record_past = False
         self.pieces: list[States] = []
         self.kept = self.length = 0
@@ -125,7 +128,7 @@ def feedback_of(cache: Any) -> FeedbackLayer | None:
 
 def attach(cache: Any, needed: int) -> FeedbackLayer:
     """Put a place for states into a cache that has all its other layers."""
-    layer = FeedbackLayer(bool(cache.layers and getattr(cache.layers[0], "is_sliding", False)), needed)
+    layer = FeedbackLayer(cache.layers, needed)
     cache.layers.append(layer)
     return layer
 
