@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +62,15 @@ class Connections(PatchModule):
 
     @property
     def silent(self) -> bool:
-        """Whether every ``D_s`` is 0."""
+        """Whether every ``D_s`` is known to be 0; of weights that stand elsewhere (ZeRO-3, offloading) nothing is known."""
         final = "weight" if self.rank is None else "up"
-        return not any(bool(self.get_parameter(f"{final}_{source}").detach().any()) for source in self.sources)
+        for source in self.sources:
+            value: Any = self.get_parameter(f"{final}_{source}").detach()
+            if value.is_meta or value.numel() == 0:
+                return False
+            if bool((value.full_tensor() if hasattr(value, "full_tensor") else value).any()):
+                return False
+        return True
 
     def forward(self, hidden: Tensor, states: Sequence[Tensor]) -> Tensor:
         """Hidden states with the feedback added.

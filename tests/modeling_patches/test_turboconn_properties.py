@@ -242,6 +242,18 @@ def test_untrained_connections_run_the_stock_forward():
     assert len(runs) == 1 + LENGTH
 
 
+def test_of_weights_that_are_elsewhere_nothing_is_known():
+    """ZeRO-3 leaves empty tensors, offloading leaves them without data: never taken for 0."""
+    connections = stir(hfplug.apply(stock(), "turboconn").model, 0.0).model.layers[0].turboconn
+    assert connections.silent
+    weight = connections.weight_2
+    for elsewhere in (torch.empty(0), torch.empty(32, 32, device="meta")):
+        connections.weight_2 = nn.Parameter(elsewhere)
+        assert not connections.silent
+    connections.weight_2 = weight
+    assert connections.silent
+
+
 # -- caches -------------------------------------------------------------------------------------------------------------
 
 
