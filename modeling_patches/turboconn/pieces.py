@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Name of the argument -> the dimension of the tokens.
-_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
+_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "position_ids": -1}
 _DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 
 

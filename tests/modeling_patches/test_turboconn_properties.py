@@ -18,7 +18,7 @@ from hfplug import ConfigError, UnsupportedError
 from hfplug.modeling_patches import TurboConn
 from hfplug.modeling_patches.turboconn.reference import turboconn_reference
 from hfplug.modeling_patches.turboconn.state import ROLLBACK, feedback_of
-from hfplug.testing import models
+from hfplug.testing import models, patch_models
 
 GROUPS = (1, 2, 3, 5, 14, 20)
 LENGTH = 14
@@ -420,6 +420,44 @@ def test_prepared_masks_are_cut(family):
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):
         assert off(a, b) <= 1e-5  # gemma's norms are fp32
+
+
+def test_a_mask_of_ones_own_is_cut():
+    """Any mask ``(batch, 1, tokens, tokens)``, with a cache and without; here one token is hidden from all others."""
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    mask[:, :, 6:, 5] = False
+    expected = logits(patched(group_size=3, prefill="jacobi"), ids(), attention_mask=mask, use_cache=False)
+    assert off(expected, logits(patched(group_size=3), ids())) > 1e-3
+    model, runs = patched(group_size=3), []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: runs.append(output.shape[1]))
+    for use_cache in (True, False):
+        assert off(logits(model, ids(), attention_mask=mask, use_cache=use_cache), expected) <= 1e-9
+    assert runs == [3, 3, 3, 3, 2] * 2
+
+
+def test_image_features_of_deeper_layers_go_to_their_tokens():
+    """Qwen3-VL adds features of the vision tower to the image tokens of its first layers, row after row."""
+    model = patch_models.FAMILIES["Qwen3-VL"]().double().eval()
+    handle = hfplug.apply(model, "turboconn", group_size=3)
+    stack = stir(model).model.language_model
+    generator = torch.Generator().manual_seed(3)
+    visual = torch.zeros(2, LENGTH, dtype=torch.bool)
+    visual[0, 2:7] = visual[1, 4:11] = True
+    given = {
+        "inputs_embeds": torch.randn(2, LENGTH, 32, generator=generator).double(), "visual_pos_masks": visual,
+        "deepstack_visual_embeds": [torch.randn(12, 32, generator=generator).double()],
+    }  # fmt: skip
+    runs: list[int] = []
+    stack.layers[0].register_forward_hook(lambda module, args, output: runs.append(output.shape[1]))
+    with torch.no_grad():
+        found = stack(**given).last_hidden_state
+        assert runs == [3, 3, 3, 3, 2]
+        plain = stack(inputs_embeds=given["inputs_embeds"]).last_hidden_state
+        handle.remove()
+        hfplug.apply(model, "turboconn", group_size=3, prefill="jacobi")
+        expected = stir(model).model.language_model(**given).last_hidden_state
+    assert off(found, expected) <= 1e-5  # its norms are fp32
+    assert off(found, plain) > 1e-3
 
 
 def test_attention_maps_are_whole():
