@@ -170,8 +170,6 @@ class Driver:
                 "later tokens need; continuous batching is not supported"
             )
         place = feedback_of(cache)
-        if past == 0 and place is not None:
-            place.reset()
         seen = 0 if place is None else place.length
         if seen != past:
             raise UnsupportedError(
