@@ -146,7 +146,7 @@ class Driver:
         call, size = Call(arguments, self.stack.training), self.patch.group_size
         checkpointing = training and any(getattr(m, "gradient_checkpointing", False) for m in self.stack.modules())
         use_cache = arguments.get("use_cache")
-        if call.cache is None and not checkpointing and (config.use_cache if use_cache is None else use_cache):
+        if call.cache is None and not checkpointing and (getattr(config, "use_cache", False) if use_cache is None else use_cache):
             call.cache = DynamicCache(config=config)
         arguments["cache"] = call.cache
         place = None if call.cache is None else self._place(call.cache, call.past)

@@ -20,7 +20,7 @@ from hfplug.modeling_patches.turboconn.reference import turboconn_reference
 from hfplug.modeling_patches.turboconn.state import ROLLBACK, feedback_of
 from hfplug.testing import models, patch_models
 
-GROUPS = (1, 2, 3, 5, 14, 20)
+GROUPS = (1, 3, 14, 20)
 LENGTH = 14
 
 
@@ -258,7 +258,7 @@ def test_of_weights_that_are_elsewhere_nothing_is_known():
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "lazy", "static"])
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("way", ["exact", "jacobi"])
 def test_chunks_tokens_and_one_pass_agree(size, way, kind):
     model = patched(group_size=size, prefill=way)
