@@ -46,10 +46,8 @@ class FeedbackLayer(DummyLayer):
     def __init__(self, others: Sequence[Any], needed: int) -> None:
         super().__init__()
         self.needed = needed
-        # As the others are, or transformers would take a static cache for one whose masks may be left out, and look for the
-        # (non-)sliding layers here.
+        # As the others are, or transformers would take a static cache for one whose masks may be left out.
         self.is_compileable = all(layer.is_compileable for layer in others)
-        self.is_sliding = bool(others and getattr(others[0], "is_sliding", False))
         self.record_past = False
         self.pieces: list[States] = []
         self.kept = self.length = 0

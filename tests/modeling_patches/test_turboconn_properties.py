@@ -17,7 +17,7 @@ import hfplug
 from hfplug import ConfigError, UnsupportedError
 from hfplug.modeling_patches import TurboConn
 from hfplug.modeling_patches.turboconn.reference import turboconn_reference
-from hfplug.modeling_patches.turboconn.state import ROLLBACK, feedback_of
+from hfplug.modeling_patches.turboconn.state import ROLLBACK, feedback_of, width
 from hfplug.testing import models, patch_models
 
 GROUPS = (1, 3, 14, 20)
@@ -328,6 +328,9 @@ def test_a_crop_further_back_than_is_kept_is_refused_unless_announced(size):
         for announce, gone in ((False, ROLLBACK), (True, 90)):
             cache = filled(announce, chunks)
             cache.crop(-gone)
+            place = feedback_of(cache)
+            assert place.length == 100 - gone
+            assert place.kept == sum(width(piece) for piece in place.pieces)
             found = logits(model, tokens[:, -gone:], cache=cache)
             assert off(found[:, -1:], expected) <= 1e-9
     with pytest.raises(UnsupportedError, match="activate_past_recording"):
@@ -458,6 +461,17 @@ def test_image_features_of_deeper_layers_go_to_their_tokens():
         expected = stir(model).model.language_model(**given).last_hidden_state
     assert off(found, expected) <= 1e-5  # its norms are fp32
     assert off(found, plain) > 1e-3
+
+
+def test_hidden_states_asked_for_before_the_patch_hold_the_feedback_after_it():
+    """transformers' hooks for them may be older than ours."""
+    model = stock()
+    with torch.no_grad():
+        model(input_ids=ids(), output_hidden_states=True)
+        hfplug.apply(model, "turboconn")
+        found = stir(model)(input_ids=ids(), output_hidden_states=True).hidden_states
+        expected = patched()(input_ids=ids(), output_hidden_states=True).hidden_states
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_attention_maps_are_whole():
