@@ -78,7 +78,12 @@ UPSTREAM = (
     Upstream("peft.tuners._buffer_dict:BufferDict", "ulora", "PEFT makes BufferDict public", ("persistent",)),
     Upstream("peft.utils:resolve_quantization_backend", "ulora", "listed as stable by PEFT"),
     Upstream("peft.utils.other:get_pattern_key", "merge seam", _PEFT_API, ("pattern_keys", "key_to_match")),
-    Upstream("transformers.cache_utils:DummyLayer", "ulora", "caches take third-party state layers"),
+    Upstream("transformers.cache_utils:DummyLayer", "ulora, turboconn", "caches take third-party state layers"),
+    Upstream(
+        "transformers.cache_utils:Cache.get_mask_sizes", "turboconn", "caches take third-party state layers",
+        ("query_length", "layer_idx"),
+    ),
+    Upstream("transformers.cache_utils:Cache.activate_past_recording", "turboconn", "caches take third-party state layers"),
     Upstream("transformers.cache_utils:Cache.reorder_cache", "ulora", "caches take third-party state layers", ("beam_idx",)),
     Upstream(
         "torch.optim.optimizer:register_optimizer_step_post_hook", "tuner seam", "never: public, listed for doctor", ("hook",)
