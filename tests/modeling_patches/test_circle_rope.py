@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -101,8 +101,22 @@ def rope_index(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return model.model.get_rope_index(**{k: batch[k] for k in names if k in batch})
 
 
+def rotations(model: Any, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Cosine and sine that the attention of each layer was given."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    attentions = [layer.self_attn for layer in decoder_of(model).layers]
+    handles = [
+        a.register_forward_pre_hook(lambda m, a, k: seen.append(k["position_embeddings"]), with_kwargs=True) for a in attentions
+    ]
+    logits(model, batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
 def generated(model: Any, batch: dict[str, Any], **settings: Any) -> Any:
-    shared = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    shared: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    shared["suppress_tokens"] = [60, 61, model.config.image_token_id]  # a token of an image without a picture is an error
     return model.generate(**batch, **{**shared, "return_dict_in_generate": True, "output_logits": True, **settings})
 
 
@@ -115,7 +129,7 @@ class TestContract(PatchContract):
     """With text, on which this patch promises to do nothing; images are below."""
 
     method = "circle_rope"
-    options = {"age": "all"}
+    options: ClassVar[dict[str, Any]] = {"age": "all"}
 
 
     @pytest.mark.parametrize("family", FAMILIES)
@@ -185,15 +199,9 @@ def test_the_layers_get_what_their_flag_says(family: str) -> None:
     """On: the model's own frequencies turned by the circle, axis by axis. Off: the rotation of the stock model."""
     model = stock(family)
     batch = batch_of(model, [[3, (2, 2), 2]])
-    seen: list[tuple[Tensor, Tensor]] = []
-    keep = [
-        layer.self_attn.register_forward_pre_hook(lambda m, a, k: seen.append(k["position_embeddings"]), with_kwargs=True)
-        for layer in decoder_of(model).layers
-    ]
-    logits(model, batch)
+    before, _ = rotations(model, batch)
     patch(model, age=[False, True])
-    logits(model, batch)
-    (before, _, off, on), _ = seen, [handle.remove() for handle in keep]
+    off, on = rotations(model, batch)
     assert torch.equal(off[0], before[0])
     assert torch.equal(off[1], before[1])
     rotary = decoder_of(model).stack.rotary_emb
@@ -279,7 +287,7 @@ def test_b10_decoding_after_images_is_recomputation(family: str) -> None:
 
 @pytest.mark.parametrize("family", ALL)
 def test_decoding_by_hand_is_one_forward(family: str) -> None:
-    """Prefill with the images, then tokens one by one with the mask alone, as a loop of one's own does."""
+    """Prefill with the images, then tokens one by one without positions, as a loop of one's own does."""
     from transformers import DynamicCache
 
     model = stock(family)
@@ -290,9 +298,8 @@ def test_decoding_by_hand_is_one_forward(family: str) -> None:
     cache = DynamicCache(config=model.config.get_text_config())
     named = ("input_ids", "attention_mask", "mm_token_type_ids")
     found = [logits(model, {k: v[:, :cut] if k in named else v for k, v in batch.items()} | {"cache": cache})]
-    for at in range(cut, cut + 3):
-        step = {"input_ids": batch["input_ids"][:, at : at + 1], "attention_mask": batch["attention_mask"][:, : at + 1]}
-        found.append(logits(model, {**step, "cache": cache}))
+    steps = batch["input_ids"][:, cut:].split(1, dim=1)
+    found += [logits(model, {"input_ids": step, "cache": cache}) for step in steps]
     close(torch.cat(found, 1), whole, 1e-5)
 
 
@@ -391,15 +398,14 @@ def test_half_precision_rotates_by_fp32_positions(family: str) -> None:
     model = stock(family)
     patch(model, age="all")
     batch = batch_of(model, [[40, (2, 2), 3]])
-    seen: list[Tensor] = []
-    for layer in decoder_of(model).layers:
-        layer.self_attn.register_forward_pre_hook(lambda m, a, k: seen.append(k["position_embeddings"][0]), with_kwargs=True)
-    logits(model, batch)
-    exact = seen[0]
-    seen.clear()
-    logits(model.to(torch.bfloat16), {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
-    assert seen[0].dtype == torch.bfloat16
-    assert (seen[0].float() - exact).abs().max() <= 2**-9
+    exact, rotary = rotations(model, batch)[0], decoder_of(model).stack.rotary_emb
+    frequencies = rotary.inv_freq
+    model.to(torch.bfloat16)
+    rotary.inv_freq = frequencies  # from_pretrained(dtype=...) keeps them in fp32, .to() does not
+    found = rotations(model, {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})[0]
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.float() - other).abs().max() <= 2**-9
 
 
 def test_patching_a_model_that_has_an_adapter_and_an_optimizer() -> None:
@@ -488,8 +494,8 @@ def test_llava_refuses_what_it_cannot_place() -> None:
         logits(model, {**batch, "vision_feature_select_strategy": "full"})
     with pytest.raises(UnsupportedError, match="image_sizes"):
         logits(model, {**batch, "image_sizes": torch.tensor([[8, 8]])})
+    embeds = model.get_input_embeddings()(batch["input_ids"])
     with pytest.raises(UnsupportedError, match="input_ids"):
-        embeds = model.get_input_embeddings()(batch["input_ids"])
         model(inputs_embeds=embeds, pixel_values=batch["pixel_values"])
     with pytest.raises(UnsupportedError, match=r"position_ids of shape \(3, 1, 11\)"):
         logits(model, {**batch, "position_ids": torch.zeros(3, 1, 11)})

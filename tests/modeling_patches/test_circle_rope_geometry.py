@@ -134,7 +134,7 @@ def test_ptd_zero_does_not_equalise_logits() -> None:
 def test_ptd_refuses_what_it_cannot_measure() -> None:
     with pytest.raises(ConfigError, match="same axes"):
         per_token_distance(torch.zeros(2, 3), torch.zeros(2, 2))
-    with pytest.raises(ConfigError, match="no tokens|same axes"):
+    with pytest.raises(ConfigError, match="same axes"):
         per_token_distance(torch.zeros(0, 3), torch.zeros(2, 3))
     with pytest.raises(ConfigError, match="did you mean 'spatial'"):
         layout("spacial")  # type: ignore[arg-type]
