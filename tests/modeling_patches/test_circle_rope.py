@@ -175,7 +175,7 @@ class TestContract(PatchContract):
 def test_text_keeps_its_positions_and_images_stand_on_circles(family: str, side: str) -> None:
     """Two images of different shapes in a padded batch; the centre is the first position after the text before the image."""
     model = stock(family)
-    batch = batch_of(model, [[3, (2, 3), 4, (1, 2), 2], [2, (3, 2), 1]], side)
+    batch = batch_of(model, [[3, (2, 3), 4, (1, 2), 2], [2, (3, 2), 1, (2, 2), 3]], side)
     before, deltas = rope_index(model, batch)
     patch(model)
     rows, after = rope_index(model, batch)
@@ -187,7 +187,7 @@ def test_text_keeps_its_positions_and_images_stand_on_circles(family: str, side:
     assert torch.equal(rows[3:, text], rows[:3, text])
     # 3 text tokens and the start token come before the first image, so it starts at 4; it is 3 wide, so the text goes on at 7
     # with the end token, 4 of text, the next start token: 13.
-    for row, centre, grid, first in ((0, 4, (2, 3), 0), (0, 13, (1, 2), 6), (1, 3, (3, 2), 0)):
+    for row, centre, grid, first in ((0, 4, (2, 3), 0), (0, 13, (1, 2), 6), (1, 3, (3, 2), 0), (1, 9, (2, 2), 6)):
         at = (~text[row]).nonzero()[:, 0][first : first + grid[0] * grid[1]]
         expected = circle(*grid, 0.5, 10.0) + centre
         assert (rows[3:, row, at] - expected).abs().max() < 1e-5
