@@ -364,6 +364,7 @@ def test_b56_checkpointing_with_images(family: str, reentrant: bool) -> None:
         close(found[name], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen2.5-VL", "LLaVA"])
 def test_compiled_with_images(family: str) -> None:
     """Graph breaks are allowed: transformers reads the grids with ``tolist``."""
