@@ -303,6 +303,23 @@ def test_decoding_by_hand_is_one_forward(family: str) -> None:
     close(torch.cat(found, 1), whole, 1e-5)
 
 
+def test_llava_sees_an_image_after_a_cached_prefix() -> None:
+    """Without position ids, under either name of the cache: circles stand where the tokens are, not at the start."""
+    from transformers import DynamicCache
+
+    model = stock("LLaVA")
+    patch(model)
+    batch = batch_of(model.double(), [[5, (2, 2), 4]])
+    expected = logits(model, batch)
+    for name in ("cache", "past_key_values"):
+        cache, ids = DynamicCache(config=model.config.get_text_config()), batch["input_ids"]
+        first = logits(model, {"input_ids": ids[:, :5], "cache": cache})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the old name
+            rest = logits(model, {"input_ids": ids[:, 5:], "pixel_values": batch["pixel_values"], name: cache})
+        close(torch.cat([first, rest], 1), expected, 1e-5)
+
+
 @pytest.mark.parametrize("family", QWEN)
 def test_positions_of_the_patched_model_may_be_given(family: str) -> None:
     """With and without the text row; slices of them in a prefill in chunks, images in the second one."""
