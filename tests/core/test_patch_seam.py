@@ -16,7 +16,7 @@ from patch_toys import Right, fault, installed
 from torch import nn
 
 import hfplug
-from hfplug import activation, families, patches
+from hfplug import activation, artefacts, families
 from hfplug.errors import ConfigError, HfplugError, LedgerError, MissingPluginError, UnsupportedError
 from hfplug.families import decoder_of
 from hfplug.modelpatch import PatchModule
@@ -209,6 +209,21 @@ def test_states_in_which_no_patch_goes_on() -> None:
         hfplug.apply(llama(), "toy_gain")
 
 
+def test_the_probe_forward_leaves_no_state() -> None:
+    """Vision-language models keep offsets of positions from one forward to the next."""
+    model = FAMILIES["Qwen2-VL"]()
+    base = model.model
+    base.rope_deltas = kept = torch.full((1, 1), 5)
+
+    def forward(module: nn.Module, args: Any, output: Any) -> None:
+        base.rope_deltas, base.another = None, 1
+
+    base.register_forward_hook(forward)
+    hfplug.apply(model, "toy_gain")
+    assert base.rope_deltas is kept
+    assert not hasattr(base, "another")
+
+
 # -- records -----------------------------------------------------------------------------------------------------------------
 
 
@@ -219,9 +234,20 @@ def test_several_patches_come_back_in_order(tmp_path: Path) -> None:
     assert [h.method for h in hfplug.applied(again)] == ["toy_second", "toy_gain"]
     assert torch.equal(logits(again), logits(model))
     hfplug.applied(again)[1].remove()
-    assert [r["plugin"] for r in patches.stored_in(again.config)] == ["toy_second"]
+    assert [r["plugin"] for r in artefacts.patch_records(again.config)] == ["toy_second"]
     once_more = type(model)._from_config(again.config)
     assert [h.method for h in hfplug.applied(once_more)] == ["toy_second"]
+
+
+def test_another_head_on_a_patched_base_is_patched(tmp_path: Path) -> None:
+    model = stirred("toy_gain")
+    model.save_pretrained(tmp_path)
+    other, info = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"}
+    hidden = [m.model.eval()(IDS).last_hidden_state for m in (model, other)]
+    assert torch.equal(*hidden)
+    hfplug.applied(other)[0].remove()
+    assert not torch.equal(hidden[0], other.model(IDS).last_hidden_state)
 
 
 def test_removing_from_a_rebuilt_model_leaves_its_siblings_configuration_alone(tmp_path: Path) -> None:
@@ -230,7 +256,7 @@ def test_removing_from_a_rebuilt_model_leaves_its_siblings_configuration_alone(t
     one, other = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
     hfplug.applied(one)[0].remove()
     assert not hasattr(one.config, "hfplug")
-    assert patches.stored_in(other.config)[0]["plugin"] == "toy_gain"
+    assert artefacts.patch_records(other.config)[0]["plugin"] == "toy_gain"
     assert one.config is one.model.config is one.model.layers[0].self_attn.config
 
 
@@ -299,16 +325,19 @@ def test_a_quantised_load_of_a_patched_folder_is_refused(tmp_path: Path) -> None
 def test_everything_in_transformers_can_be_taken_back() -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    seam = "hfplug.seams.patch"
-    held = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_json_file]
-    assert all("hfplug" in f.__code__.co_filename for f in held)
-    ledger = activation._ledgers.pop(seam)
+    def ours() -> list[bool]:
+        changed = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_json_file]
+        return ["hfplug" in f.__code__.co_filename for f in (*changed, PreTrainedConfig.get_config_dict.__func__)]
+
+    assert all(ours())
+    seams = ("hfplug.seams.patch", "hfplug.seams.patch_gate")
     try:
-        ledger.undo()
-        now = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_json_file]
-        assert not any("hfplug" in f.__code__.co_filename for f in now)
+        for seam in seams:
+            activation._ledgers.pop(seam).undo()
+        assert not any(ours())
     finally:
-        activation.activate(seam)
+        for seam in seams:
+            activation.activate(seam)
 
 
 # -- initialisation ---------------------------------------------------------------------------------------------------------
