@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,116 +14,29 @@ import torch
 from torch import Tensor
 
 import hfplug
-from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.errors import UnsupportedError
 from hfplug.families import decoder_of
-from hfplug.modeling_patches.circle_rope.distance import per_token_distance, ptd
 from hfplug.modeling_patches.circle_rope.geometry import circle
 from hfplug.testing.patch import PatchContract
 from hfplug.testing.patch_models import FAMILIES
 
-QWEN = ("Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL")
-ALL = (*QWEN, "LLaVA")
-START, END = 58, 59
-TWO = [[3, (2, 2), 4, (2, 2), 3], [2, (2, 2), 2]]  # two images, one image
-
-
-def stock(family: str) -> Any:
-    return FAMILIES[family]().eval()
-
-
-def batch_of(model: Any, rows: list[list[Any]], side: str = "left", seed: int = 0) -> dict[str, Any]:
-    """A padded batch: an int in a row is so many text tokens, a pair an image of that height and width in tokens.
-
-    A triple is a video. LLaVA takes 2 by 2 images alone, and neither types nor grids.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    lines: list[list[int]] = []
-    types: list[list[int]] = []
-    grids: dict[int, list[list[int]]] = {1: [], 2: []}
-    for row in rows:
-        ids: list[int] = []
-        kinds: list[int] = []
-        for part in row:
-            if isinstance(part, int):
-                ids += torch.randint(3, 58, (part,), generator=generator).tolist()
-                kinds += [0] * part
-                continue
-            kind = 2 if len(part) == 3 else 1
-            frames, height, width = (1, *part) if kind == 1 else part
-            grids[kind].append([frames, height, width])
-            count = frames * height * width
-            token = model.config.video_token_id if kind == 2 else model.config.image_token_id
-            ids += [START, *[token] * count, END]
-            kinds += [0, *[kind] * count, 0]
-        lines.append(ids)
-        types.append(kinds)
-    longest = max(map(len, lines))
-
-    def padded(values: list[list[int]]) -> Tensor:
-        return torch.tensor([[0] * (longest - len(v)) + v if side == "left" else v + [0] * (longest - len(v)) for v in values])
-
-    out: dict[str, Any] = {"input_ids": padded(lines), "attention_mask": padded([[1] * len(v) for v in lines])}
-    vision = model.config.vision_config
-    if not hasattr(model.model, "get_rope_index"):
-        size = (len(grids[1]), 3, vision.image_size, vision.image_size)
-        return {**out, "pixel_values": torch.randn(size, generator=generator)}
-    out["mm_token_type_ids"] = padded(types)
-    merge, channels = vision.spatial_merge_size, 3 * vision.temporal_patch_size * vision.patch_size**2
-    for kind, pixels, name in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
-        if grids[kind]:
-            out[name] = torch.tensor([[t, h * merge, w * merge] for t, h, w in grids[kind]])
-            out[pixels] = torch.randn(int(out[name].prod(1).sum()), channels, generator=generator)
-    return out
-
-
-def one_row(batch: dict[str, Any], row: int, images: slice) -> dict[str, Any]:
-    """A row of a batch without its padding, with its images."""
-    real = batch["attention_mask"][row].bool()
-    out = {k: batch[k][row : row + 1, real] for k in ("input_ids", "attention_mask", "mm_token_type_ids") if k in batch}
-    if "image_grid_thw" in batch:
-        pixels = batch["pixel_values"].split(batch["image_grid_thw"].prod(1).tolist())
-        return {**out, "image_grid_thw": batch["image_grid_thw"][images], "pixel_values": torch.cat(pixels[images])}
-    return {**out, "pixel_values": batch["pixel_values"][images]}
-
-
-def logits(model: Any, batch: dict[str, Any]) -> Tensor:
-    with torch.no_grad():
-        return model(**batch).logits
-
-
-def patch(model: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return hfplug.apply(model, "circle_rope", **options)
-
-
-def rope_index(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
-    return model.model.get_rope_index(**{k: batch[k] for k in names if k in batch})
-
-
-def rotations(model: Any, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Cosine and sine that the attention of each layer was given."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    attentions = [layer.self_attn for layer in decoder_of(model).layers]
-    handles = [
-        a.register_forward_pre_hook(lambda m, a, k: seen.append(k["position_embeddings"]), with_kwargs=True) for a in attentions
-    ]
-    logits(model, batch)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-def generated(model: Any, batch: dict[str, Any], **settings: Any) -> Any:
-    shared: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    shared["suppress_tokens"] = [60, 61, model.config.image_token_id]  # a token of an image without a picture is an error
-    return model.generate(**batch, **{**shared, "return_dict_in_generate": True, "output_logits": True, **settings})
-
-
-def close(found: Tensor, expected: Tensor, bound: float = 1e-6) -> None:
-    difference = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
-    assert difference <= bound, f"{difference:.2e}"
+_SPEC = importlib.util.spec_from_file_location("circle_kit", Path(__file__).with_name("circle_kit.py"))
+assert _SPEC is not None
+assert _SPEC.loader is not None
+kit: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(kit)
+QWEN = kit.QWEN
+ALL = kit.ALL
+TWO = kit.TWO
+stock = kit.stock
+batch_of = kit.batch_of
+one_row = kit.one_row
+logits = kit.logits
+patch = kit.patch
+rope_index = kit.rope_index
+rotations = kit.rotations
+generated = kit.generated
+close = kit.close
 
 
 class TestContract(PatchContract):
@@ -439,142 +353,6 @@ def test_patching_a_model_that_has_an_adapter_and_an_optimizer() -> None:
     handle.remove()
     assert torch.equal(logits(adapted, batch), before)
     del optimizer
-
-
-# -- videos ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", QWEN)
-def test_videos_are_refused_kept_or_put_on_circles(family: str) -> None:
-    """Beside an image, which is on its circle in any case. Each frame has a circle round its own time."""
-    model = stock(family)
-    rows: list[list[Any]] = [[2, (2, 2), 3, (1, 2, 3), 1, (1, 2, 3), 2]]
-    if family != "Qwen3-VL":  # which writes every frame of a video by itself
-        rows = [[2, (2, 2), 3, (3, 2, 3), 2]]
-    batch = batch_of(model, rows)
-    if family == "Qwen3-VL":
-        batch["video_grid_thw"] = torch.tensor([[2, 4, 6]])
-    before, _ = rope_index(model, batch)
-    expected = logits(model, batch)
-    handle = patch(model)
-    with pytest.raises(UnsupportedError, match="video='mrope'"):
-        logits(model, batch)
-    handle.remove()
-    video = batch["mm_token_type_ids"][0] == 2
-    image = batch["mm_token_type_ids"][0] == 1
-    for choice in ("mrope", "frames"):
-        handle = patch(model, video=choice, age="all")
-        rows6, _ = rope_index(model, batch)
-        assert torch.equal(rows6[:3].long(), before)
-        assert (rows6[3:, 0, image] - before[0, 0, image] - circle(2, 2, 0.5, 10.0)).abs().max() < 1e-5
-        if choice == "mrope":
-            assert torch.equal(rows6[3:, 0, video], rows6[:3, 0, video])
-        else:
-            frames = before[0, 0, video].reshape(-1, 6)
-            assert len({int(f[0]) for f in frames}) == len(frames) > 1
-            found = rows6[3:, 0, video].reshape(3, -1, 6) - frames[None]
-            assert (found - circle(2, 3, 0.5, 10.0)[:, None]).abs().max() < 1e-5
-        assert (logits(model, batch) - expected).abs().max() > 1e-3
-        handle.remove()
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", QWEN)
-def test_images_at_stock_positions_are_refused(family: str) -> None:
-    """Whatever would leave images where the stock model has them, in silence."""
-    from transformers import DynamicCache
-
-    model = stock(family)
-    batch = batch_of(model, [[3, (2, 2), 2]])
-    positions, _ = rope_index(model, batch)
-    patch(model)
-    with pytest.raises(UnsupportedError, match=r"position_ids of shape \(3, "):
-        logits(model, {**batch, "position_ids": positions})
-    with pytest.raises(UnsupportedError, match="'mm_token_type_ids'"):
-        logits(model, {k: v for k, v in batch.items() if k != "mm_token_type_ids"})
-    rows, _ = rope_index(model, batch)
-    for dtype in (torch.int64, torch.bfloat16):
-        with pytest.raises(UnsupportedError, match="cuts the fractions"):
-            logits(model, {**batch, "position_ids": rows.to(dtype)})
-    cache = DynamicCache(config=model.config.get_text_config())
-    logits(model, {**batch, "cache": cache})
-    with pytest.raises(UnsupportedError, match="continues a cache"):
-        logits(model, {k: v for k, v in batch.items() if k != "attention_mask"} | {"cache": cache})
-
-
-def test_llava_refuses_what_it_cannot_place() -> None:
-    model = stock("LLaVA")
-    batch = batch_of(model, [[3, (2, 2), 2]])
-    patch(model)
-    with pytest.raises(UnsupportedError, match="vision_feature_select_strategy='full'"):
-        logits(model, {**batch, "vision_feature_select_strategy": "full"})
-    with pytest.raises(UnsupportedError, match="image_sizes"):
-        logits(model, {**batch, "image_sizes": torch.tensor([[8, 8]])})
-    embeds = model.get_input_embeddings()(batch["input_ids"])
-    with pytest.raises(UnsupportedError, match="input_ids"):
-        model(inputs_embeds=embeds, pixel_values=batch["pixel_values"])
-    with pytest.raises(UnsupportedError, match=r"position_ids of shape \(3, 1, 11\)"):
-        logits(model, {**batch, "position_ids": torch.zeros(3, 1, 11)})
-    torn = batch["input_ids"].clone()
-    torn[0, 7], torn[0, 9] = 5, model.config.image_token_id
-    with pytest.raises(ConfigError, match="not whole images of 2 x 2"):
-        logits(model, {**batch, "input_ids": torn})
-
-
-def test_models_that_cannot_be_patched_are_refused() -> None:
-    model = stock("Qwen2.5-VL")
-    with pytest.raises(UnsupportedError, match="text part alone"):
-        patch(model.model.language_model)
-    with pytest.raises(ConfigError, match="3 flags, and the model 2 layers"):
-        patch(model, age=[True, False, True])
-    with pytest.raises(UnsupportedError, match="known: Qwen2-VL"):
-        patch(FAMILIES["Llama"]())
-    model.model.language_model.rotary_emb.rope_type = "dynamic"
-    with pytest.raises(UnsupportedError, match="'dynamic'"):
-        patch(model)
-    assert hfplug.applied(model) == ()
-
-
-# -- PTD of a model ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_ptd_of_a_model(family: str) -> None:
-    """Layers with circles have 0; the others what the stock model has: by hand, from the positions."""
-    model = stock(family)
-    batch = batch_of(model, [[3, (2, 2), 2]])
-    before = ptd(model, batch)
-    image = torch.tensor([[4.0, 4, 4], [4, 4, 5], [4, 5, 4], [4, 5, 5]])
-    text = torch.tensor([0.0, 1, 2, 3, 6, 7, 8])[:, None].expand(7, 3)
-    if family == "LLaVA":
-        image, text = torch.tensor([4.0, 5, 6, 7])[:, None], torch.tensor([0.0, 1, 2, 3, 8, 9, 10])[:, None]
-    assert before == pytest.approx([float(per_token_distance(text, image))] * 2, abs=1e-6)
-    patch(model, age=(False, True))
-    after = ptd(model, batch)
-    assert after[0] == pytest.approx(before[0], abs=1e-6)
-    assert after[1] < 1e-5
-
-
-@pytest.mark.parametrize("family", QWEN)
-def test_ptd_is_a_mean_over_images_and_leaves_padding_out(family: str) -> None:
-    model = stock(family)
-    batch = batch_of(model, [[3, (2, 3), 4], [2, (3, 3), 1]])
-    alone = [ptd(model, one_row(batch, row, slice(row, row + 1)))[0] for row in (0, 1)]
-    assert abs(alone[0] - alone[1]) > 1e-2
-    assert ptd(model, batch)[0] == pytest.approx(sum(alone) / 2, abs=1e-9)
-
-
-def test_ptd_says_what_is_missing() -> None:
-    model = stock("Qwen2.5-VL")
-    batch = batch_of(model, [[3, (2, 2), 2]])
-    with pytest.raises(ConfigError, match="needs 'image_grid_thw'"):
-        ptd(model, {k: v for k, v in batch.items() if k != "image_grid_thw"})
-    with pytest.raises(ConfigError, match="at least one image"):
-        ptd(stock("LLaVA"), {"input_ids": torch.ones(1, 4, dtype=torch.long)})
-    with pytest.raises(UnsupportedError, match="known: Qwen2-VL"):
-        ptd(FAMILIES["Llama"](), batch)
 
 
 @pytest.fixture(autouse=True)
