@@ -216,10 +216,11 @@ def _apply(model: Any, entry: Entry, patch: ModelPatch, *, force: bool, live: bo
         raise LedgerError(f"{name} is on this {type(decoder.model).__name__} already; remove() it before applying it again")
     if not force and not rebuilt:
         check_proven(decoder)
-    before, ledger = Snapshot(model), PatchLedger(name)
+    whole = decoder.model  # without PEFT around it, as the names of a decoder have it
+    before, ledger = Snapshot(whole), PatchLedger(name)
     with ledger.transaction():
         patch.apply(model, ledger)
-        found = describe(patch, options, decoder, before, Snapshot(model), ledger)
+        found = describe(patch, options, decoder, before, Snapshot(whole), ledger)
         _check_plan(found, patch, decoder, before)
         if live:
             parameters = [s for s in (*found.added, *found.removed) if s.parameter]

@@ -162,6 +162,16 @@ UPSTREAM = (
         "transformers.modeling_utils:_get_resolved_checkpoint_files", "patch seam", _PATCH_API,
         ("transformers_explicit_filename",),
     ),
+    *(
+        Upstream(
+            f"transformers.models.{module}:{name}.get_rope_index", "circle_rope", "transformers keeps positions as floats",
+            ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask"),
+        )
+        for module, name in (
+            ("qwen2_vl.modeling_qwen2_vl", "Qwen2VLModel"), ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLModel"),
+            ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLModel"),
+        )
+    ),
     Upstream(
         "trl.trainer.utils:create_model_from_path", "hfplug.training", "SFTTrainer offers a hook on the loaded model",
         ("model_id",),

@@ -175,6 +175,7 @@ class PatchContract(PatchFiles):
         from peft import LoraConfig, get_peft_model
 
         from hfplug.errors import ConfigError, UnsupportedError
+        from hfplug.families import decoder_of
 
         family = self.known()
         config = transformers.BertConfig(
@@ -197,7 +198,7 @@ class PatchContract(PatchFiles):
                 self.apply(model)
             assert portrait(model) == before
         del optimizer
-        layer = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[0]
+        layer: Any = decoder_of(model).layers[0]
         stock = layer.forward
         layer.forward = functools.partial(stock)
         with pytest.raises(UnsupportedError, match="replaced by"):
