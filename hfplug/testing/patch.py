@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hfplug.testing.patch_files import PatchFiles
-from hfplug.testing.patch_models import FAMILIES, NO_PACKING
+from hfplug.testing.patch_models import FAMILIES, NO_PACKING, behaviours
 from hfplug.testing.patch_runs import portrait, relative
 from hfplug.testing.ranks import run_ranks
 from hfplug.testing.runs import off
@@ -30,6 +30,7 @@ class PatchContract(PatchFiles):
         method: name in the catalogue.
         options: the options it is tested with.
         compiles: whether ``torch.compile(fullgraph=True)`` takes it; else graph breaks are allowed.
+        embeds: whether ``inputs_embeds`` may stand in place of ``input_ids``; else they are refused.
         packs: whether packed documents do not see each other; else they are refused.
         tolerance: of logits that must agree but are summed in another order, relative to the largest one. Weights are fp64
             there, so that rounding does not hide what a patch does; norms and rotations of transformers stay fp32.
@@ -60,7 +61,7 @@ class PatchContract(PatchFiles):
         """Bit for bit; and a patch that acts changes the logits."""
         import torch
 
-        model, batch = self.stock(family), self.padded("left")
+        model, batch = self.stock(family), self.batch(family)
         before = self.logits(model, batch)
         handle = self.apply(model)
         fresh = self.logits(model, batch)
@@ -76,13 +77,13 @@ class PatchContract(PatchFiles):
         """Modules, tensors, hooks and attributes by identity, the configuration, the logits; applying again works."""
         import torch
 
-        model, batch = self.stock(family), {"input_ids": self.ids()}
+        model, batch = self.stock(family), self.batch(family)
         expected = self.logits(model, batch)
         before = portrait(model)
         for _ in range(2):
             handle = self.apply(model)
             self.stir(model, handle)
-            self.logits(model, self.padded("left"))
+            self.logits(model, batch)
             handle.remove()
             after = portrait(model)
             assert after == before, {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
@@ -125,7 +126,8 @@ class PatchContract(PatchFiles):
 
         import hfplug
 
-        family, batch = self.known(), {"input_ids": self.ids()}
+        family = self.known()
+        batch = self.batch(family)
         early = self.stock(family)
         expected = self.logits(early, batch)
         student = copy.deepcopy(early)
@@ -150,7 +152,13 @@ class PatchContract(PatchFiles):
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.add_(0.1)
-        assert torch.equal(self.logits(student, batch), acting), "the copy shares something with the original"
+        assert torch.equal(self.logits(student, batch), acting), "the original changes with its copy"
+        twin, original = copy.deepcopy(student), copy.deepcopy(student.state_dict())
+        with torch.no_grad():
+            for parameter in student.parameters():
+                parameter.add_(0.1)
+        assert torch.equal(self.logits(twin, batch), acting), "the copy changes with its original"
+        student.load_state_dict(original)
         twin = copy.deepcopy(student)
         hfplug.applied(twin)[0].remove()
         assert torch.equal(self.logits(twin, batch), expected)
@@ -219,7 +227,7 @@ class PatchContract(PatchFiles):
 
     # -- caches, padding, packing ----------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", behaviours())
     def test_b10_decoding_is_recomputation(self, family: str) -> None:
         """Left-padded greedy decoding with a cache: tokens and logits of recomputing every step without one."""
         cache = "static" if family == "Qwen3" else "dynamic"
@@ -249,7 +257,7 @@ class PatchContract(PatchFiles):
         expected = self.generate(model, {"input_ids": ids}).sequences
         assert torch.equal(self.generate(model, {"input_ids": ids}, prompt_lookup_num_tokens=3).sequences, expected)
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", behaviours())
     def test_a_prefill_in_chunks_is_one_prefill(self, family: str) -> None:
         """With left padding; the last chunk is a single token."""
         import torch
@@ -265,7 +273,7 @@ class PatchContract(PatchFiles):
         self.same(torch.cat(found, 1)[real], self.logits(model, batch)[real], "logits")
 
     @pytest.mark.parametrize("side", ["left", "right"])
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", behaviours())
     def test_padding_and_batch_do_not_count(self, family: str, side: str) -> None:
         """Real tokens of padded rows have the logits of the row alone."""
         model, batch = self.exact(family), self.padded(side)
@@ -274,7 +282,7 @@ class PatchContract(PatchFiles):
             alone = self.logits(model, {"input_ids": batch["input_ids"][row : row + 1, real]})[0]
             self.same(together[row, real], alone, f"row {row}")
 
-    @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NO_PACKING])
+    @pytest.mark.parametrize("family", behaviours(NO_PACKING))
     def test_b12_packed_documents_do_not_see_each_other(self, family: str) -> None:
         """Each document of a packed row has the logits it has alone; or the patch refuses packed rows."""
         from hfplug.errors import UnsupportedError
@@ -291,7 +299,7 @@ class PatchContract(PatchFiles):
             self.same(together[start : start + n], alone, f"the document of {n} tokens at {start}")
             start += n
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", behaviours())
     def test_nothing_flows_back_from_later_tokens(self, family: str) -> None:
         """Other last tokens leave earlier logits alone."""
         model, ids = self.patched(family), self.ids(2, 14)
@@ -308,6 +316,8 @@ class PatchContract(PatchFiles):
         import torch
         from transformers import DynamicCache
 
+        from hfplug.errors import UnsupportedError
+
         model, ids = self.patched(self.known()), self.ids()
         expected = self.logits(model, {"input_ids": ids})
         with torch.no_grad():
@@ -319,11 +329,17 @@ class PatchContract(PatchFiles):
                 old = model(input_ids=ids, past_key_values=DynamicCache(config=model.config.get_text_config()))
         assert old.cache.get_seq_length() == ids.shape[1]
         self.same(old.logits, expected, "logits")
+        embedded = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+        if self.embeds:
+            self.same(self.logits(model, embedded), expected, "logits")
+        else:
+            with pytest.raises(UnsupportedError, match="input_ids"):
+                self.logits(model, embedded)
 
     # -- training ----------------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", behaviours())
     def test_b56_checkpointing_changes_no_gradient(self, family: str, reentrant: bool) -> None:
         """And every tensor that the patch added is trained."""
         import hfplug

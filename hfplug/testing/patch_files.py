@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hfplug.testing.patch_models import FAMILIES
-from hfplug.testing.patch_runs import PatchRuns
+from hfplug.testing.patch_runs import PatchRuns, relative
 
 # A process that has never heard of hfplug; on a folder that a patched model was saved in.
 _STOCK = """
@@ -42,7 +42,7 @@ class PatchFiles(PatchRuns):
 
         import hfplug
 
-        model, batch = self.patched(family), self.padded("left")
+        model, batch = self.patched(family), self.batch(family)
         expected = self.logits(model, batch)
         with self.quiet():
             model.save_pretrained(tmp_path / "a")
@@ -186,4 +186,4 @@ class PatchFiles(PatchRuns):
         except UnsupportedError as refused:
             assert self.method in str(refused)  # noqa: PT017
         else:
-            self.same(self.logits(merged, batch), expected, "merged logits")
+            assert relative(self.logits(merged, batch), expected) <= 1e-5, "merging changes the logits"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from hfplug.testing import models
 from hfplug.testing.attention_models import tiny_gemma2, tiny_llava
 
@@ -56,3 +58,12 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 
 # Models that make their mask without looking at the positions, or that number positions themselves.
 NO_PACKING = ("OPT", "Qwen2-VL", "Qwen2.5-VL")
+
+# What a model does is tested in the quick tests on one family of each build, in the slow ones on all.
+FEW = ("Llama", "Qwen3", "Gemma3", "GPT-NeoX", "GPT-2")
+
+
+def behaviours(without: tuple[str, ...] = ()) -> list[Any]:
+    """Every family but those named, as test parameters; the ones that are not in :data:`FEW` are marked slow."""
+    names = [name for name in FAMILIES if name not in without]
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]

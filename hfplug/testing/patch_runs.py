@@ -45,6 +45,7 @@ class PatchRuns(Runs):
     options: ClassVar[Mapping[str, Any]] = {}
     compiles: ClassVar[bool] = True
     packs: ClassVar[bool] = True
+    embeds: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-6
 
     @property
@@ -66,6 +67,10 @@ class PatchRuns(Runs):
         """A family the patch knows, Llama if possible."""
         allowed = self.target.families
         return "Llama" if allowed is None or "Llama" in allowed else next(f for f in FAMILIES if f in allowed)
+
+    def batch(self, family: str) -> dict[str, Any]:
+        """Inputs on which the patch acts; a patch that only images concern gives some here."""
+        return self.padded("left")
 
     def apply(self, model: Any, **options: Any) -> Patched:
         """The patch on a model, with the options of the contract; its warnings are not what is tested."""
