@@ -1,4 +1,7 @@
-"""The contract of model patches, over ReToken and MoRT with full and with shared tables."""
+"""The contract of model patches, over ReToken and MoRT with full and with shared tables.
+
+The quick tests take the families whose layers differ in what matters here; all of them are in the slow ones.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,48 @@ from hfplug.testing.patch import PatchContract
 
 
 class _Some(PatchContract):
-    """A few families that differ in what matters here; the others are covered by ReToken's full tables."""
+    """A few families."""
 
-    families: ClassVar[tuple[str, ...]] = ("Llama", "Gemma3", "OPT", "Qwen2.5-VL")
+    families: ClassVar[tuple[str, ...]] = ("Llama",)
+    compiles = False
 
     def stock(self, family: str = "Llama") -> Any:
         if family not in self.families:
-            pytest.skip("covered by TestReToken")
+            pytest.skip("covered by the slow tests")
         return super().stock(family)
 
 
-class TestReToken(PatchContract):
+class TestReToken(_Some):
     method = "retoken"
-    compiles = False
+    families = ("Llama", "OPT", "LLaVA")
 
 
 class TestReTokenShared(_Some):
     method = "retoken"
     options: ClassVar = {"rank": 4, "norm": "rms", "ids": tuple(range(1, 64))}
-    compiles = False
+    families = ("Llama", "Qwen2.5-VL")
 
 
 class TestMoRT(_Some):
     method = "mort"
     options: ClassVar = {"experts": 3, "norm": "rms"}
-    compiles = False
+    families = ("Llama", "Gemma3")
 
 
 class TestMoRTShared(_Some):
     method = "mort"
     options: ClassVar = {"rank": 4, "norm": "rms", "offload": True}
-    families = ("Llama", "GPT-NeoX")
+    families = ("GPT-NeoX", "Llama")
+
+
+@pytest.mark.slow
+class TestReTokenEverywhere(PatchContract):
+    method = "retoken"
+    compiles = False
+
+
+@pytest.mark.slow
+class TestMoRTEverywhere(PatchContract):
+    method = "mort"
+    options: ClassVar = {"rank": 4, "norm": "rms", "experts": 3}
     compiles = False
