@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 SEAMS = (
     ("peft", "hfplug.seams.patch_adapters"),
     ("peft", "hfplug.seams.tuner"),
+    ("transformers.configuration_utils", "hfplug.seams.patch_gate"),
     ("transformers.modeling_utils", "hfplug.seams.attention"),
     ("transformers.modeling_utils", "hfplug.seams.patch"),
     ("transformers.trainer", "hfplug.metrics"),

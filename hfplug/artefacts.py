@@ -23,6 +23,7 @@ from hfplug.plugins import Entry, catalogue
 
 KEY = "hfplug"
 PATCHES = "hfplug_patches"  # in adapter_config.json: the records of the patches on the base model
+PATCH_SECTION = "patches"  # in the record of a model's configuration: those of its patches
 FORMAT = 1
 _PART = r"\w([\w.-]*\w)?"
 _HUB_ID = re.compile(rf"{_PART}(/{_PART})?", re.ASCII)
@@ -75,6 +76,19 @@ def check_record(stored: Mapping[str, Any], what: str) -> None:
         f"{what} was written by the hfplug plugin {name!r} of {stored['distribution']} {stored['version']}; {state}. "
         f"To load it: {install_line(stored)}"
     )
+
+
+def patch_records(config: Any) -> list[dict[str, Any]]:
+    """The records of patches in a model's configuration, in the order in which they were applied.
+
+    Raises:
+        ConfigError: what stands there is no list of records.
+    """
+    kept = getattr(config, KEY, None)
+    section = kept.get(PATCH_SECTION, []) if isinstance(kept, Mapping) else []
+    if not isinstance(section, list) or not all(isinstance(r, Mapping) for r in section):
+        raise ConfigError(f"{type(config).__name__}.{KEY}[{PATCH_SECTION!r}] is damaged: {section!r} is no list of records")
+    return [dict(r) for r in section]
 
 
 def is_local_path(name: str) -> bool:

@@ -29,7 +29,6 @@ from hfplug.plugins import Entry, catalogue
 
 logger = logging.getLogger(__name__)
 
-SECTION = "patches"
 _ATTRIBUTE = "_hfplug_patches"  # on the token stack: a tuple of handles, the oldest first
 
 
@@ -84,7 +83,7 @@ class Patched:
             for name, value in list(vars(module).items()):
                 if id(value) in mapping:
                     setattr(module, name, mapping[id(value)])
-        left = [r for r in stored_in(self.model.config) if r.get("plugin") != self.method]
+        left = [r for r in artefacts.patch_records(self.model.config) if r.get("plugin") != self.method]
         _write_record(self.model.config, left)
 
     def __enter__(self) -> Self:
@@ -266,23 +265,10 @@ def _remember(model: Any, handles: tuple[Patched, ...]) -> None:
 # -- the record in the configuration -----------------------------------------------------------------------------------------
 
 
-def stored_in(config: Any) -> list[dict[str, Any]]:
-    """The records of patches in a configuration, in the order in which they were applied.
-
-    Raises:
-        ConfigError: what stands there is no list of records.
-    """
-    kept = getattr(config, artefacts.KEY, None)
-    section = kept.get(SECTION, []) if isinstance(kept, Mapping) else []
-    if not isinstance(section, list) or not all(isinstance(r, Mapping) for r in section):
-        raise ConfigError(f"{type(config).__name__}.{artefacts.KEY}[{SECTION!r}] is damaged: {section!r} is no list of records")
-    return [dict(r) for r in section]
-
-
 def _write_record(config: Any, records: list[dict[str, Any]]) -> None:
-    kept = {k: v for k, v in (getattr(config, artefacts.KEY, None) or {}).items() if k != SECTION}
+    kept = {k: v for k, v in (getattr(config, artefacts.KEY, None) or {}).items() if k != artefacts.PATCH_SECTION}
     if records:
-        kept[SECTION] = records
+        kept[artefacts.PATCH_SECTION] = records
     if kept:
         setattr(config, artefacts.KEY, kept)
     elif hasattr(config, artefacts.KEY):
@@ -306,7 +292,7 @@ def _keep_record(model: Any, entry: Entry, found: Plan, ledger: PatchLedger) -> 
             if id(value) in mapping:
                 ledger.set_attr(module, name, mapping[id(value)])
     record = {**artefacts.record(entry), "options": dict(found.options)}
-    _write_record(model.config, [*stored_in(model.config), record])
+    _write_record(model.config, [*artefacts.patch_records(model.config), record])
 
 
 def rebuild(model: Any) -> tuple[Patched, ...]:
@@ -316,7 +302,7 @@ def rebuild(model: Any) -> tuple[Patched, ...]:
         MissingPluginError, UnsupportedError: a patch that is not installed here, is of a newer format, or cannot be applied.
         ConfigError: an option this version of the patch does not know or take.
     """
-    records = stored_in(model.config)
+    records = artefacts.patch_records(model.config)
     handles = applied(model)
     for handle in handles:
         handle.model = model  # the outermost so far
@@ -332,4 +318,4 @@ def rebuild(model: Any) -> tuple[Patched, ...]:
     return applied(model)
 
 
-__all__ = ["Patched", "Plan", "Touch", "applied", "apply", "plan", "rebuild", "resolve", "stored_in"]
+__all__ = ["Patched", "Plan", "Touch", "applied", "apply", "plan", "rebuild", "resolve"]

@@ -226,8 +226,10 @@ def build_sft_trainer(run: Run) -> Any:
     split = script.dataset_test_split
     if evaluate and split not in data:
         raise ConfigError(f"evaluation is on but the data has no split {split!r}{nearest(split, data)}; splits: {sorted(data)}")
+    loaded, processing = _patched(run) if run.plugins.get("patches") else (resolve_model(model.model_name_or_path), None)
     trainer = SFTTrainer(
-        model=_patched(run) if run.plugins.get("patches") else resolve_model(model.model_name_or_path),
+        model=loaded,
+        processing_class=processing,
         args=training,
         train_dataset=data[script.dataset_train_split],
         eval_dataset=data[split] if evaluate else None,
@@ -245,24 +247,28 @@ def build_sft_trainer(run: Run) -> Any:
     return trainer
 
 
-def _patched(run: Run) -> Any:
-    """The model as ``SFTTrainer`` would load it, with the patches of the run: before any adapter or optimizer."""
-    from transformers import set_seed
+def _patched(run: Run) -> tuple[Any, Any]:
+    """Model and tokenizer as ``SFTTrainer`` would load them, with the patches of the run: before any adapter or optimizer."""
+    from transformers import AutoProcessor, set_seed
     from trl.trainer.utils import create_model_from_path
 
     from hfplug.models import resolve_model
     from hfplug.patches import apply
 
     model, training = run.arguments["model"], run.arguments["training"]
-    options = {"trust_remote_code": model.trust_remote_code, **training.model_init_kwargs}
+    options = {"trust_remote_code": training.trust_remote_code, **training.model_init_kwargs}
     if training.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         options["device_map"] = None  # as SFTTrainer does
     set_seed(training.seed)
-    loaded = create_model_from_path(resolve_model(model.model_name_or_path), **options)
+    source = resolve_model(model.model_name_or_path)
+    loaded = create_model_from_path(source, **options)
+    # Of a model that is handed over SFTTrainer does not know the revision.
+    trusted = training.trust_remote_code
+    processing = AutoProcessor.from_pretrained(source, revision=model.model_revision, trust_remote_code=trusted)
     training.model_init_kwargs = None  # they are used
     for choice in run.plugins["patches"]:
         apply(loaded, choice.config)
-    return loaded
+    return loaded, processing
 
 
 def _quieter_progress(trainer: Any) -> None:

@@ -30,6 +30,23 @@ transformers.AutoConfig.from_pretrained(folder)
 print("REFUSED")
 """
 
+# A process that imports hfplug first, and model code only when it loads.
+_FRESH = """
+import sys
+import hfplug, transformers
+assert "torch" not in sys.modules
+folder, cls = sys.argv[1:]
+base = transformers.AutoModel.from_pretrained(folder)
+model = getattr(transformers, cls).from_pretrained(folder)
+import torch
+torch.set_num_threads(1)
+batch, expected = torch.load(folder + "/expected.pt")
+with torch.no_grad():
+    assert torch.equal(model(**batch).logits, expected)
+assert len(hfplug.applied(base)) == len(hfplug.applied(model)) == 1
+print("THE SAME")
+"""
+
 
 class PatchFiles(PatchRuns):
     """Saving and loading."""
@@ -91,6 +108,19 @@ class PatchFiles(PatchRuns):
         command = [sys.executable, "-c", _STOCK, str(tmp_path), type(model).__name__]
         done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
         assert "REFUSED" in done.stdout, done.stdout + done.stderr
+
+    def test_b01_a_fresh_process_loads_the_model(self, tmp_path: Path) -> None:
+        """By an Auto class first, which reads the configuration before any model code is there: the same bits."""
+        import torch
+
+        family = self.known()
+        model, batch = self.patched(family), self.batch(family)
+        with self.quiet():
+            model.save_pretrained(tmp_path)
+        torch.save((batch, self.logits(model, batch)), tmp_path / "expected.pt")
+        command = [sys.executable, "-c", _FRESH, str(tmp_path), type(model).__name__]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "THE SAME" in done.stdout, done.stdout + done.stderr
 
     def test_b03_a_folder_without_the_plugin_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """hfplug without this plugin: the error says which plugin wrote the model and how to install it."""

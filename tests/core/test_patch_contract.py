@@ -20,6 +20,7 @@ from hfplug.testing.patch_models import FAMILIES
 
 class TestRight(PatchContract):
     method = "toy_gain"
+    test_b01_a_fresh_process_loads_the_model = None  # the toy is installed in this process alone
 
     @pytest.fixture(autouse=True)
     def _installed(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from patch_toys import Right, fault, installed
 from torch import nn
 
 import hfplug
-from hfplug import activation, families, patches
+from hfplug import activation, artefacts, families
 from hfplug.errors import ConfigError, HfplugError, LedgerError, MissingPluginError, UnsupportedError
 from hfplug.families import decoder_of
 from hfplug.modelpatch import PatchModule
@@ -219,7 +219,7 @@ def test_several_patches_come_back_in_order(tmp_path: Path) -> None:
     assert [h.method for h in hfplug.applied(again)] == ["toy_second", "toy_gain"]
     assert torch.equal(logits(again), logits(model))
     hfplug.applied(again)[1].remove()
-    assert [r["plugin"] for r in patches.stored_in(again.config)] == ["toy_second"]
+    assert [r["plugin"] for r in artefacts.patch_records(again.config)] == ["toy_second"]
     once_more = type(model)._from_config(again.config)
     assert [h.method for h in hfplug.applied(once_more)] == ["toy_second"]
 
@@ -230,7 +230,7 @@ def test_removing_from_a_rebuilt_model_leaves_its_siblings_configuration_alone(t
     one, other = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
     hfplug.applied(one)[0].remove()
     assert not hasattr(one.config, "hfplug")
-    assert patches.stored_in(other.config)[0]["plugin"] == "toy_gain"
+    assert artefacts.patch_records(other.config)[0]["plugin"] == "toy_gain"
     assert one.config is one.model.config is one.model.layers[0].self_attn.config
 
 
@@ -299,16 +299,19 @@ def test_a_quantised_load_of_a_patched_folder_is_refused(tmp_path: Path) -> None
 def test_everything_in_transformers_can_be_taken_back() -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    seam = "hfplug.seams.patch"
-    held = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_json_file]
-    assert all("hfplug" in f.__code__.co_filename for f in held)
-    ledger = activation._ledgers.pop(seam)
+    def ours() -> list[bool]:
+        changed = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_json_file]
+        return ["hfplug" in f.__code__.co_filename for f in (*changed, PreTrainedConfig.get_config_dict.__func__)]
+
+    assert all(ours())
+    seams = ("hfplug.seams.patch", "hfplug.seams.patch_gate")
     try:
-        ledger.undo()
-        now = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_json_file]
-        assert not any("hfplug" in f.__code__.co_filename for f in now)
+        for seam in seams:
+            activation._ledgers.pop(seam).undo()
+        assert not any(ours())
     finally:
-        activation.activate(seam)
+        for seam in seams:
+            activation.activate(seam)
 
 
 # -- initialisation ---------------------------------------------------------------------------------------------------------

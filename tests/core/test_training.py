@@ -69,6 +69,9 @@ def test_a_good_run_is_parsed_without_touching_model_or_data() -> None:
         ("plugins/attention", "ulora", ["'ulora'", "tuner", "attention"]),
         ("plugins/cache", "ulora", ["'ulora'", "cache"]),
         ("plugins/tuner", ["ulora", "ulora"], ["plugins.tuner", "one method"]),
+        ("plugins/patches", ["simplenrm"], ["'simplenrm'", "'simplenorm'"]),
+        ("plugins/patches", [{"type": "simplenorm", "epsilon": 1e-6}], ["plugins.patches", "'epsilon'", "'eps'"]),
+        ("plugins/patches", "nitp", ["'nitp'", "loss", "patch"]),
     ],
 )
 def test_b22_what_is_wrong_is_said_with_the_nearest_name(path: str, value: Any, words: list[str]) -> None:
@@ -171,6 +174,34 @@ def test_a_run_trains_with_three_kinds_of_plugins_and_reloads_in_a_fresh_process
         with model.disable_adapter():
             base = model(ids).logits
     assert not torch.equal(here, base)
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, str(result.output_dir)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    line = next(x for x in done.stdout.splitlines() if x.startswith("LOGITS "))
+    assert json.loads(line.removeprefix("LOGITS ")) == here.double().flatten().tolist()
+
+
+def test_a_run_patches_the_model_and_saves_what_comes_back_patched(tiny_run: dict[str, Any]) -> None:
+    import torch
+
+    import hfplug
+
+    quantised = {**tiny_run, "load_in_4bit": True, "plugins": {"patches": "simplenorm"}}
+    with pytest.raises(ConfigError, match="load_in_4bit"):
+        training.parse_sft(quantised)
+    run = {k: v for k, v in tiny_run.items() if k != "dataset_name"}
+    run["plugins"] = {"patches": [{"type": "simplenorm", "eps": 1e-6}], "loss": "nitp"}
+    with pytest.warns(UserWarning, match="retrain"):
+        result = training.train_sft(run)
+    model = result.trainer.model.eval()
+    assert hfplug.applied(model)[0].patch.eps == 1e-6
+    gains = [p for n, p in model.named_parameters() if n.endswith("_proj.norm.weight")]
+    assert gains
+    assert all((g != 1).any() for g in gains)  # the optimizer has them
+    ids = torch.tensor([[1, 5, 9, 12]])
+    with torch.no_grad():
+        here = model(ids).logits
     done = subprocess.run(
         [sys.executable, "-c", RELOAD, str(result.output_dir)], capture_output=True, text=True, check=False
     )
