@@ -109,7 +109,7 @@ class TokenReader(PatchModule):
             ids = self.outer[-1]
         if ids is None:
             raise UnsupportedError(
-                f"{self.method}: the model was given embeddings without token ids; name the ids around the call: "
+                f"{self.method}: the model was given inputs_embeds without input_ids; name the tokens around the call: "
                 "with hfplug.modeling_patches.token_ids(model, ids): ..."
             )
         virtual = call.length - ids.shape[1]

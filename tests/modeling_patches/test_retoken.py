@@ -310,7 +310,7 @@ def test_images_keep_the_ids_of_their_places(family: str) -> None:
 def test_a_vocabulary_that_grew_is_refused() -> None:
     model = made()
     model.resize_token_embeddings(70)
-    with pytest.raises(UnsupportedError, match="70 embeddings.*64"):
+    with pytest.raises(UnsupportedError, match=r"70 embeddings.*64"):
         logits(model, ids_of())
     model = FAMILIES["Llama"]()
     model.resize_token_embeddings(70)

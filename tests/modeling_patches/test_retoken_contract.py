@@ -16,7 +16,7 @@ class _Some(PatchContract):
     """A few families."""
 
     families: ClassVar[tuple[str, ...]] = ("Llama",)
-    compiles = False
+    compiles, embeds = False, False
 
     def stock(self, family: str = "Llama") -> Any:
         if family not in self.families:
@@ -33,28 +33,31 @@ class TestReTokenShared(_Some):
     method = "retoken"
     options: ClassVar = {"rank": 4, "norm": "rms", "ids": tuple(range(1, 64))}
     families = ("Llama", "Qwen2.5-VL")
+    test_compiled = test_a_folder_without_hfplug_is_refused = None  # slow, and no different from TestReToken
 
 
 class TestMoRT(_Some):
     method = "mort"
     options: ClassVar = {"experts": 3, "norm": "rms"}
     families = ("Llama", "Gemma3")
+    test_compiled = test_a_folder_without_hfplug_is_refused = None
 
 
 class TestMoRTShared(_Some):
     method = "mort"
     options: ClassVar = {"rank": 4, "norm": "rms", "offload": True}
     families = ("GPT-NeoX", "Llama")
+    test_compiled = test_a_folder_without_hfplug_is_refused = None
 
 
 @pytest.mark.slow
 class TestReTokenEverywhere(PatchContract):
     method = "retoken"
-    compiles = False
+    compiles, embeds = False, False
 
 
 @pytest.mark.slow
 class TestMoRTEverywhere(PatchContract):
     method = "mort"
     options: ClassVar = {"rank": 4, "norm": "rms", "experts": 3}
-    compiles = False
+    compiles, embeds = False, False
