@@ -7,10 +7,11 @@ initialisation, see the same batches and have the same learning rates to choose 
 
 Fixed before measuring. A rate is stable if every seed ends (mean of the last 20 steps) finite and within 0.2 nats of the same
 model's best mean. The claim, after the paper: the largest stable rate is at least 3 times the baseline's, and the held-out
-loss at each one's best rate is lower. Also: the spectral norm of the Hessian with respect to the activations in front of the
-last layer, by power iteration on Hessian-vector products, of models trained at a rate of 1e-2, with the layers' weights times
-1 and times 4 (the paper: SimpleNorm's does not grow with the weights); and the time of a training step beside plain
-pre-norms, eager and compiled.
+loss at each one's best rate is lower. How far the factor hangs on the 0.2 nats is told too. Also: the spectral norm of the
+Hessian with respect to the activations in front of the last layer, by power iteration on Hessian-vector products, of models
+trained at a rate of 1e-2, with weights times 1 and times 4, of the last layer or of all (the paper: SimpleNorm's does not grow
+with the weights). Activations c times as large have a Hessian c^2 times as small, so it is also given times their mean
+squared length. And the time of a training step beside plain pre-norms, eager and compiled.
 
 Our own expectation: with four layers pre-norms are far more stable than at the paper's sizes, so the factor may well be
 missed, in which case it says so.
@@ -39,6 +40,7 @@ from hfplug.modeling_patches import build_simplenorm
 SEEDS = (0, 1, 2)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 STEPS, BATCH, LENGTH, LAST, SLACK, FACTOR = 150, 8, 64, 20, 0.2, 3.0
+SLACKS = (0.1, SLACK, 0.3)
 WIDTH, LAYERS, HEADS, VOCAB = 64, 4, 4, 128
 MODELS: dict[str, dict[str, Any]] = {
     "SimpleNorm": {},
@@ -101,12 +103,20 @@ def train(name: str, rate: float, seed: int, data: torch.Tensor, held: torch.Ten
     return model, {"train": statistics.mean(losses[-LAST:]), "held_out": statistics.mean(found)}
 
 
-def sharpness(model: Any, scale: float, seed: int, data: torch.Tensor) -> float:
-    """Largest absolute eigenvalue of the Hessian of the loss by the activations in front of the last layer."""
+SCALES = {"1": (1.0, 0), "4, last layer": (4.0, 1), "4, all layers": (4.0, LAYERS)}
+
+
+def sharpness(model: Any, which: str, seed: int, data: torch.Tensor) -> dict[str, float]:
+    """Largest absolute eigenvalue of the Hessian of the loss by the activations in front of the last layer.
+
+    Returns:
+        ``norm``, and ``relative``: times the mean squared length of the activations.
+    """
+    scale, last = SCALES[which]
     model = copy.deepcopy(model).double().eval()
     model.set_attn_implementation("eager")  # second derivatives
     with torch.no_grad():
-        for layer in model.model.layers:
+        for layer in model.model.layers[LAYERS - last :]:
             for part in layer.modules():
                 if isinstance(part, torch.nn.Linear):
                     part.weight.mul_(scale)
@@ -126,7 +136,8 @@ def sharpness(model: Any, scale: float, seed: int, data: torch.Tensor) -> float:
         vector = vector / vector.norm()
         (product,) = torch.autograd.grad(gradient, kept[0], vector, retain_graph=True)
         value, vector = float(product.norm()), product
-    return value
+    length = float(kept[0].detach().square().sum(-1).mean())
+    return {"norm": value, "relative": value * length}
 
 
 def step_of(model: Any, ids: torch.Tensor) -> Callable[[], Any]:
@@ -169,40 +180,47 @@ def main() -> None:
                 trained[name] = [model for model, _ in done]
             shown = "  ".join(f"{r['train']:.3f}/{r['held_out']:.3f}" for r in runs[name][str(rate)])
             print(f"{name:18s} {rate:7.0e}  train/held-out by seed: {shown}  ({time.perf_counter() - begun:.0f} s)", flush=True)
-    best, stable, chosen = {}, {}, {}
+    best, chosen = {}, {}
+    stable: dict[str, dict[str, float]] = {}
     for name, by_rate in runs.items():
         means = {rate: statistics.mean(r["train"] for r in found) for rate, found in by_rate.items()}
         chosen[name] = min(means, key=lambda rate: means[rate])
         best[name] = [r["held_out"] for r in by_rate[chosen[name]]]
-        limit = means[chosen[name]] + SLACK
-        stable[name] = max(float(rate) for rate, found in by_rate.items() if all(r["train"] <= limit for r in found))
+        stable[name] = {}
+        for slack in SLACKS:  # where the seeds of the best rate lie further apart, no rate is stable
+            good = [float(rate) for rate, f in by_rate.items() if all(r["train"] <= means[chosen[name]] + slack for r in f)]
+            stable[name][str(slack)] = max(good, default=math.nan)
     hessian = {
-        name: {
-            str(scale): [sharpness(model, scale, seed, data) for seed, model in enumerate(trained[name])] for scale in (1.0, 4.0)
-        }
+        name: {which: [sharpness(m, which, seed, data) for seed, m in enumerate(trained[name])] for which in SCALES}
         for name in MODELS
     }
     cost = overhead()
     ours, base = MODELS
-    factor = stable[ours] / stable[base]
+    factors = {slack: stable[ours][slack] / stable[base][slack] for slack in stable[ours]}
+    factor, limits = factors[str(SLACK)], {name: rates[str(SLACK)] for name, rates in stable.items()}
     gaps = [a - b for a, b in zip(best[ours], best[base], strict=True)]
-    growth = {n: statistics.median(h["4.0"]) / statistics.median(h["1.0"]) for n, h in hessian.items()}
-    edge = " (the largest tried: a lower bound)" if stable[ours] == RATES[-1] else ""
+    edge = " (the largest tried: a lower bound)" if limits[ours] == RATES[-1] else ""
+    others = ", ".join(f"{f:.1f} with {slack}" for slack, f in factors.items() if slack != str(SLACK))
     said = [
-        f"largest stable rate: {stable[ours]:g} against {stable[base]:g}, factor {factor:.1f}{edge}: the factor of {FACTOR:g} is "
-        + ("reached" if factor >= FACTOR * 0.99 else "not reached"),
+        f"largest stable rate: {limits[ours]:g}{edge} against {limits[base]:g}, factor {factor:.1f}: the factor of {FACTOR:g} is "
+        + ("reached" if factor >= FACTOR * 0.99 else "not reached")
+        + f" ({others} nats in place of {SLACK})",
         f"held-out loss at the best rate ({chosen[ours]} against {chosen[base]}): {statistics.mean(best[ours]):.3f} against "
         f"{statistics.mean(best[base]):.3f}, by seed {', '.join(f'{g:+.3f}' for g in gaps)}: "
         + ("lower in every seed" if max(gaps) < 0 else "higher in every seed" if min(gaps) > 0 else "not clear"),
-        f"activation Hessian, weights times 4 over times 1: {growth[ours]:.2f} against {growth[base]:.2f}; at scale 4: "
-        f"{statistics.median(hessian[ours]['4.0']):.3g} against {statistics.median(hessian[base]['4.0']):.3g}",
-        f"step over stock pre-norms: {cost['eager']['ratio']['median']:.2f} eager, "
-        f"{cost['compiled']['ratio']['median']:.2f} compiled",
     ]
+    for kind in ("norm", "relative"):
+        middle = {n: {w: statistics.median(r[kind] for r in found) for w, found in h.items()} for n, h in hessian.items()}
+        told = [f"{which}: {middle[ours][which]:.3g} against {middle[base][which]:.3g}" for which in SCALES]
+        said.append(f"activation Hessian ({kind}), weights times {'; '.join(told)}")
+    said.append(
+        f"step over stock pre-norms: {cost['eager']['ratio']['median']:.2f} eager, "
+        f"{cost['compiled']['ratio']['median']:.2f} compiled"
+    )
     print("\n".join(said))
     setting = {
         "seeds": SEEDS, "rates": RATES, "steps": STEPS, "batch": BATCH, "length": LENGTH, "width": WIDTH, "layers": LAYERS,
-        "last": LAST, "slack": SLACK, "train_bytes": len(data), "held_out_bytes": len(held),
+        "last": LAST, "slack": SLACK, "slacks": SLACKS, "train_bytes": len(data), "held_out_bytes": len(held),
     }  # fmt: skip
     result = {
         "claim": str(__doc__).splitlines()[0], "setting": setting, "runs": runs, "stable": stable, "best": chosen,

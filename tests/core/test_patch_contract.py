@@ -20,7 +20,9 @@ from hfplug.testing.patch_models import FAMILIES
 
 class TestRight(PatchContract):
     method = "toy_gain"
-    test_b01_a_fresh_process_loads_the_model = None  # the toy is installed in this process alone
+    # The toy is installed in this process alone.
+    test_b01_a_fresh_process_loads_the_model = None
+    test_b58_two_ranks_train_as_one_process = None
 
     @pytest.fixture(autouse=True)
     def _installed(self) -> Iterator[None]:

@@ -209,6 +209,21 @@ def test_states_in_which_no_patch_goes_on() -> None:
         hfplug.apply(llama(), "toy_gain")
 
 
+def test_the_probe_forward_leaves_no_state() -> None:
+    """Vision-language models keep offsets of positions from one forward to the next."""
+    model = FAMILIES["Qwen2-VL"]()
+    base = model.model
+    base.rope_deltas = kept = torch.full((1, 1), 5)
+
+    def forward(module: nn.Module, args: Any, output: Any) -> None:
+        base.rope_deltas, base.another = None, 1
+
+    base.register_forward_hook(forward)
+    hfplug.apply(model, "toy_gain")
+    assert base.rope_deltas is kept
+    assert not hasattr(base, "another")
+
+
 # -- records -----------------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +237,17 @@ def test_several_patches_come_back_in_order(tmp_path: Path) -> None:
     assert [r["plugin"] for r in artefacts.patch_records(again.config)] == ["toy_second"]
     once_more = type(model)._from_config(again.config)
     assert [h.method for h in hfplug.applied(once_more)] == ["toy_second"]
+
+
+def test_another_head_on_a_patched_base_is_patched(tmp_path: Path) -> None:
+    model = stirred("toy_gain")
+    model.save_pretrained(tmp_path)
+    other, info = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"}
+    hidden = [m.model.eval()(IDS).last_hidden_state for m in (model, other)]
+    assert torch.equal(*hidden)
+    hfplug.applied(other)[0].remove()
+    assert not torch.equal(hidden[0], other.model(IDS).last_hidden_state)
 
 
 def test_removing_from_a_rebuilt_model_leaves_its_siblings_configuration_alone(tmp_path: Path) -> None:
