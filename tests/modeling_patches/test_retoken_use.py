@@ -42,7 +42,7 @@ made, stack_of, stirred, tables = _kit.made, _kit.stack_of, _kit.stirred, _kit.t
 @pytest.mark.parametrize("options", [{}, {"ids": SOME}, {"rank": 3, "ids": SOME}], ids=str)
 @pytest.mark.parametrize("method", ["retoken", "mort"])
 def test_sparse_gradients_are_the_dense_ones(method: str, options: dict[str, Any]) -> None:
-    ids = ids_of(2, 40, high=50)
+    ids = ids_of(2, 40, low=4, high=50)  # not the first row of SOME, which stands in where a token has none
     expected = gradients(made(method, **options).train(), ids)
     model = made(method, sparse=True, **options).train()
     found = gradients(model, ids)
@@ -255,6 +255,30 @@ def test_the_plan_says_what_it_costs(method: str, more: dict[str, Any], options:
     assert f"{k or used * width} values of tables read" in plan.notes[1]
     assert f"accelerator: {4 * (k or used * width * layers)} bytes" in plan.notes[2]
     assert "floating point operations" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("family", "last", "first"),
+    [("Llama", "mlp", "input_layernorm"), ("Gemma2", "post_feedforward_layernorm", "input_layernorm"), ("GPT-2", "mlp", "ln_1"),
+     ("GPT-NeoX", "mlp", "input_layernorm"), ("OPT", "fc2", "self_attn_layer_norm"), ("LLaVA", "mlp", "input_layernorm")],
+)  # fmt: skip
+def test_where_it_is(family: str, last: str, first: str) -> None:
+    """What is added to the residual is changed: the output of the MLP, or of the norm behind it."""
+    decoder = decoder_of(FAMILIES[family]())
+    for method, more in (("retoken", set()), ("mort", {(first, "forward_pre")})):
+        hooked = set(hfplug.plan(decoder.model, method).hooked)
+        for index in range(len(decoder.layers)):
+            head = decoder.layer_path(index) + "."
+            assert {(n.removeprefix(head), kind) for n, kind in hooked if n.startswith(head)} == {(last, "forward"), *more}
+
+
+def test_the_operations_of_the_plan() -> None:
+    """ReToken: norm 3, scale 1, one plus 1, product 1 for each value. MoRT: two norms, router, mixture, scale, factor, sum."""
+    for method, options, count in (
+        ("retoken", {}, 6 * 32), ("retoken", {"rank": 3}, 6 * 32 + 2 * 3 * 32), ("mort", {}, 3 * 32 + 10 * 32 + 4 * 32 + 6 * 32),
+        ("mort", {"rank": 3}, 3 * 32 + 10 * 32 + 15 * 65 + 6 * 32),
+    ):  # fmt: skip
+        assert f"layer: {count:,} floating" in hfplug.plan(FAMILIES["Llama"](), method, **options).notes[1]
 
 
 def test_the_formula_of_the_plan_is_the_count() -> None:
