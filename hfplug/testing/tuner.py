@@ -107,6 +107,22 @@ class TunerContract(TunerFilesContract, TunerMatrixContract):
         difference = max((a - b).abs().max().item() for a, b in zip(cached.logits, plain.logits, strict=True))
         assert difference <= 1e-5, f"logits with a cache are off by {difference:.2e}"
 
+    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_static_cache_decoding_is_the_recomputed_one(self, family: str, padded: bool) -> None:
+        """A preallocated cache: its unwritten places are attended to if anything makes transformers leave out the mask."""
+        import torch
+
+        model, batch = self.trained(models.TINY_MODELS[family]()).eval(), self.batch()
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, : 3 * padded] = 0
+        shared: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": models.PAD}
+        shared |= {"return_dict_in_generate": True, "output_logits": True}
+        cached = model.generate(**batch, **shared, cache_implementation="static")
+        plain = model.generate(**batch, **shared, use_cache=False)
+        difference = max((a - b).abs().max().item() for a, b in zip(cached.logits, plain.logits, strict=True))
+        assert difference <= 1e-5, f"logits with a static cache are off by {difference:.2e}"
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +21,19 @@ class ContextLayer(DummyLayer):
 
     Beam search reorders it, ``batch_repeat_interleave`` expands it, ``copy.deepcopy`` of a cache (two questions on one
     prefix) copies it, ``reset`` empties it; no bookkeeping of our own can fall out of step.
+
+    Args:
+        others: the other layers of the cache.
     """
 
     is_croppable = False
-    is_compileable = False
 
-    def __init__(self, is_sliding: bool) -> None:
+    def __init__(self, others: Sequence[Any]) -> None:
         super().__init__()
-        self.is_sliding = is_sliding  # as the first layer, so that a search for a (non-)sliding layer never stops here
+        # As the first layer, so that a search for a (non-)sliding layer never stops here.
+        self.is_sliding = bool(others and getattr(others[0], "is_sliding", False))
+        # As the others are, or transformers would take a static cache for one whose masks may be left out.
+        self.is_compileable = all(layer.is_compileable for layer in others)
         self.sums: dict[Any, Sums] = {}
         self.length = 0
 
@@ -102,7 +108,7 @@ class ModelState:
         layer = _context_layer(call.cache)
         if layer is None or call.past == 0:
             if layer is None:
-                layer = ContextLayer(bool(call.cache.layers and getattr(call.cache.layers[0], "is_sliding", False)))
+                layer = ContextLayer(call.cache.layers)
                 call.cache.layers.append(layer)
             layer.reset()
         layer.sums = new  # whole: an adapter that sat this call out must not be found again with sums that are too short
