@@ -41,7 +41,7 @@ found = hfplug.catalogue()
 print(json.dumps({
     "file": hfplug.__file__,
     "version": hfplug.__version__,
-    "methods": sorted(found.entries),
+    "plugins": sorted({entry.source.plugin for entry in found.entries.values()}),
     "problems": [problem.cause for problem in found.problems],
     "modules": sorted(name for name in sys.modules if name.split(".")[0] in %r),
     "torch": "torch" in sys.modules,
@@ -119,7 +119,7 @@ def check_installed(python: Path, cwd: Path, package: Path) -> None:
     assert Path(seen["file"]).parent.resolve() == package.resolve()
     assert seen["version"] == VERSION
     assert seen["problems"] == []
-    assert seen["methods"] == sorted(declared_plugins())
+    assert seen["plugins"] == sorted(declared_plugins())
     assert seen["modules"] == [], "a method folder was imported by its top-level name"
     assert not seen["torch"], "listing the methods imported torch"
     listed = run([str(python.parent / "hfplug"), "list", "--json"], cwd)
@@ -233,7 +233,7 @@ def test_bare_checkout_works_without_an_install(tree: Path, dependencies: Path, 
     python = environment(tmp_path / "venv", dependencies)
     seen = json.loads(run([str(python), "-c", FIRST_STEPS], tmp_path, PYTHONPATH=str(tree)))
     assert Path(seen["file"]).parent.resolve() == (tree / "hfplug").resolve()
-    assert seen["methods"] == sorted(declared_plugins()), "the catalogue reads entry_points.txt"
+    assert seen["plugins"] == sorted(declared_plugins()), "the catalogue reads entry_points.txt"
     assert seen["problems"] == []
     listed = run([str(python), "-m", "hfplug", "list", "--json"], tmp_path, PYTHONPATH=str(tree))
     for name in declared_plugins():
