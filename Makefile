@@ -51,7 +51,7 @@ test: $(STAMP)
 	PYTHON=$(BIN)/python .ci/pytest -m "not slow" $(WORKERS) $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	PYTHON=$(BIN)/python .ci/pytest -m slow $(PYTEST_ARGS)
+	PYTHON=$(BIN)/python .ci/pytest -m slow $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,17 +22,15 @@ class ContextLayer(DummyLayer):
     prefix) copies it, ``reset`` empties it; no bookkeeping of our own can fall out of step.
 
     Args:
-        others: the other layers of the cache.
+        is_sliding: as the first layer of the cache, so that a search for a (non-)sliding layer never stops here.
+        is_compileable: as the cache's other layers, or transformers would leave out the mask of a static cache.
     """
 
     is_croppable = False
 
-    def __init__(self, others: Sequence[Any]) -> None:
+    def __init__(self, is_sliding: bool, is_compileable: bool) -> None:
         super().__init__()
-        # As the first layer, so that a search for a (non-)sliding layer never stops here.
-        self.is_sliding = bool(others and getattr(others[0], "is_sliding", False))
-        # As the others are, or transformers would take a static cache for one whose masks may be left out.
-        self.is_compileable = all(layer.is_compileable for layer in others)
+        self.is_sliding, self.is_compileable = is_sliding, is_compileable
         self.sums: dict[Any, Sums] = {}
         self.length = 0
 
@@ -108,7 +105,9 @@ class ModelState:
         layer = _context_layer(call.cache)
         if layer is None or call.past == 0:
             if layer is None:
-                layer = ContextLayer(call.cache.layers)
+                others = call.cache.layers  # not handed over: Dynamo rebuilds the layer from constants only
+                sliding = bool(others and getattr(others[0], "is_sliding", False))
+                layer = ContextLayer(sliding, all(other.is_compileable for other in others))
                 call.cache.layers.append(layer)
             layer.reset()
         layer.sums = new  # whole: an adapter that sat this call out must not be found again with sums that are too short
