@@ -321,6 +321,13 @@ def config_to_save(model: Any) -> Any:
     return config
 
 
+def note_on_adapters(model: Any) -> None:
+    """Write on the configuration of each adapter which patches the model has now: they may have come, or gone, after it."""
+    here = [handle.record for handle in applied(model)]
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        vars(config)[artefacts.PATCHES] = here
+
+
 def rebuild(model: Any) -> tuple[Patched, ...]:
     """Apply the patches that the configuration of a model under construction records, if they are not on it yet.
 
@@ -344,4 +351,4 @@ def rebuild(model: Any) -> tuple[Patched, ...]:
     return applied(model)
 
 
-__all__ = ["Patched", "Plan", "Touch", "applied", "apply", "config_to_save", "plan", "rebuild", "resolve"]
+__all__ = ["Patched", "Plan", "Touch", "applied", "apply", "config_to_save", "note_on_adapters", "plan", "rebuild", "resolve"]

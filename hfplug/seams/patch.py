@@ -41,7 +41,7 @@ from transformers import PreTrainedModel
 from hfplug.artefacts import patch_records
 from hfplug.ledger import Ledger
 from hfplug.modelpatch import ModelPatch, PatchModule
-from hfplug.patches import config_to_save, rebuild
+from hfplug.patches import config_to_save, note_on_adapters, rebuild
 
 
 def activate(ledger: Ledger) -> None:
@@ -70,6 +70,7 @@ def activate(ledger: Ledger) -> None:
 
     @functools.wraps(stock_save)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note_on_adapters(self)  # those that transformers itself put in
         with Ledger("patch seam") as own:
             if (config := config_to_save(self)) is not self.config:
                 own.set_attr(self, "config", config)

@@ -22,7 +22,7 @@ from torch import nn
 from hfplug.artefacts import PATCHES, check_record
 from hfplug.errors import UnsupportedError
 from hfplug.ledger import Ledger
-from hfplug.patches import applied
+from hfplug.patches import applied, note_on_adapters
 
 _TRAINED_ON = "_hfplug_trained_on"  # on a configuration that was read from a file
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # first values that are taken out of the base's weight
@@ -83,8 +83,6 @@ def activate(ledger: Ledger) -> None:
     stock_read: Any = vars(PeftConfigMixin)["from_json_file"].__func__
     stock_build: Any = vars(PeftConfigMixin)["from_pretrained"].__func__
     stock_inject: Any = BaseTuner.inject_adapter
-    stock_init: Any = PeftModel.__init__
-    stock_add: Any = PeftModel.add_adapter
     stock_merge: Any = BaseTuner._check_merge_allowed
     kept: list[Any] = []  # what from_json_file took out, for the from_pretrained around it
 
@@ -118,16 +116,6 @@ def activate(ledger: Ledger) -> None:
         check_base(model, self.peft_config[adapter_name], adapter_name)
         stock_inject(self, model, adapter_name, *args, **kwargs)
 
-    @functools.wraps(stock_init)
-    def init(self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any) -> None:
-        check_base(model, peft_config, adapter_name)  # prompts and other adapters that nothing injects
-        stock_init(self, model, peft_config, adapter_name, *args, **kwargs)
-
-    @functools.wraps(stock_add)
-    def add_adapter(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-        check_base(self.base_model if peft_config.is_prompt_learning else self.base_model.model, peft_config, adapter_name)
-        stock_add(self, adapter_name, peft_config, *args, **kwargs)
-
     @functools.wraps(stock_merge)
     def check_merge_allowed(self: Any) -> None:
         stock_merge(self)
@@ -141,9 +129,33 @@ def activate(ledger: Ledger) -> None:
     ledger.set_attr(PeftConfigMixin, "from_json_file", classmethod(from_json_file))
     ledger.set_attr(PeftConfigMixin, "from_pretrained", classmethod(from_pretrained))
     ledger.set_attr(BaseTuner, "inject_adapter", inject_adapter)
+    _activate_model(ledger)
+    ledger.set_attr(BaseTuner, "_check_merge_allowed", check_merge_allowed)
+
+
+def _activate_model(ledger: Ledger) -> None:
+    stock_save: Any = PeftModel.save_pretrained
+    stock_init: Any = PeftModel.__init__
+    stock_add: Any = PeftModel.add_adapter
+
+    @functools.wraps(stock_save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        note_on_adapters(self)
+        stock_save(self, *args, **kwargs)
+
+    @functools.wraps(stock_init)
+    def init(self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any) -> None:
+        check_base(model, peft_config, adapter_name)  # prompts and other adapters that nothing injects
+        stock_init(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    @functools.wraps(stock_add)
+    def add_adapter(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_base(self.base_model if peft_config.is_prompt_learning else self.base_model.model, peft_config, adapter_name)
+        stock_add(self, adapter_name, peft_config, *args, **kwargs)
+
+    ledger.set_attr(PeftModel, "save_pretrained", save_pretrained)
     ledger.set_attr(PeftModel, "__init__", init)
     ledger.set_attr(PeftModel, "add_adapter", add_adapter)
-    ledger.set_attr(BaseTuner, "_check_merge_allowed", check_merge_allowed)
 
 
 __all__ = ["activate", "check_base", "trained_on"]

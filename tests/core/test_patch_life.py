@@ -234,6 +234,30 @@ def test_every_kind_of_adapter_knows_its_structure(config: Any, tmp_path: Path) 
     assert list(again.peft_config) == ["default"]
 
 
+@pytest.mark.parametrize("how", ["PeftModel", "transformers"])
+def test_a_patch_that_comes_after_the_adapter_is_on_its_record(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is the structure it is saved with."""
+    # transformers' own saving of adapters asks for a PEFT that is newer than the one here, and works with it.
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    with installed(fault("Easy", works_with=frozenset({"peft"}))):
+        model = get_peft_model(llama(), config)
+        if how == "transformers":
+            model.save_pretrained(tmp_path / "adapter")
+            model = llama()
+            model.load_adapter(tmp_path / "adapter")
+        handle = hfplug.apply(model, "toy_gain")
+        model.save_pretrained(tmp_path / "patched")
+        handle.remove()
+        model.save_pretrained(tmp_path / "stock")
+        stored = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("patched", "stock")]
+        assert [r["plugin"] for r in stored[0]["hfplug_patches"]] == ["toy_gain"]
+        assert "hfplug_patches" not in stored[1]
+        with pytest.raises(UnsupportedError, match="trained on another structure"):
+            PeftModel.from_pretrained(llama(), tmp_path / "patched")
+        PeftModel.from_pretrained(llama("toy_gain"), tmp_path / "patched")
+
+
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
 def test_first_values_taken_out_of_a_weight_are_refused_where_it_is_not_linear(init: str) -> None:
     """2 (W - B A) x + B A x is not 2 W x: the model would change before its first step."""
