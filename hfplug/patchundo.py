@@ -23,10 +23,16 @@ def check_on_top(name: str, touches: Sequence[Touch]) -> None:
     """Refuse to take a patch off whose modules were wrapped or replaced since.
 
     Raises:
-        LedgerError: another module stands where the patch put its own: an adapter, which would be lost without a word.
+        LedgerError: another module stands where the patch put its own: an adapter, which would be lost without a word. Or
+            accelerate spread the model over devices, and its hooks on the patch's modules, which fetch weights, would be lost.
     """
     for touch in touches:
         here = touch.module._modules.get(touch.name) if touch.new is not None else None
+        if touch.kind == "swap" and hasattr(here, "_hf_hook"):
+            raise LedgerError(
+                f"{name}: {touch.name!r} of {type(touch.module).__name__} has accelerate's hooks (device_map, offloading), which "
+                "would be lost; load the model on one device to take the patch off"
+            )
         if here is not None and here is not touch.new and type(here) is not type(touch.new):
             found = f"{type(here).__module__}.{type(here).__name__}"
             raise LedgerError(

@@ -165,6 +165,20 @@ def test_an_adapter_on_top_is_not_lost_without_a_word() -> None:
     assert portrait(model)["keys"] == before["keys"]
 
 
+def test_a_model_spread_over_devices_keeps_its_patch(tmp_path: Path) -> None:
+    """accelerate's hooks fetch the weights of the modules they are on; without them the model would have none."""
+    model = llama("toy_swap")
+    model.save_pretrained(tmp_path / "model")
+    names = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    spread = load(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
+    assert torch.equal(logits(spread), logits(model))
+    with pytest.raises(LedgerError, match="accelerate"):
+        hfplug.applied(spread)[0].remove()
+    assert torch.equal(logits(spread), logits(model))
+
+
 def test_a_warning_that_is_an_error_leaves_nothing() -> None:
     model = llama()
     before = portrait(model)
