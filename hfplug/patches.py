@@ -234,6 +234,13 @@ def _apply(model: Any, entry: Entry, patch: ModelPatch, *, force: bool, live: bo
         found = describe(patch, options, decoder, before, Snapshot(whole), ledger)
         _check_plan(found, patch, decoder, before)
         if live:
+            tensors = dict(whole.named_parameters())
+            offloaded = any(p.is_meta for p in tensors.values()) and not all(p.is_meta for p in tensors.values())
+            if offloaded and any(s.name in tensors and tensors[s.name].is_meta for s in found.added):
+                raise UnsupportedError(
+                    f"{name}: layers of the model are offloaded (device_map), and what the patch adds there would have no data; "
+                    "apply the patch to a model on one device, save it, and load that with the device_map"
+                )
             parameters = [s for s in (*found.added, *found.removed) if s.parameter]
             if parameters and "optimizer" not in patch.works_with and (held := optimizers_of(model)):
                 raise UnsupportedError(

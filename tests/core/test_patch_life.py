@@ -177,6 +177,11 @@ def test_a_model_spread_over_devices_keeps_its_patch(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="accelerate"):
         hfplug.applied(spread)[0].remove()
     assert torch.equal(logits(spread), logits(model))
+    llama().save_pretrained(tmp_path / "stock")
+    spread = load(tmp_path / "stock", device_map=places, offload_folder=tmp_path / "disk2")
+    with pytest.raises(UnsupportedError, match="toy_gain: layers of the model are offloaded"):
+        hfplug.apply(spread, "toy_gain")
+    assert hfplug.applied(spread) == ()
 
 
 def test_a_warning_that_is_an_error_leaves_nothing() -> None:
