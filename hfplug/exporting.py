@@ -22,6 +22,7 @@ from hfplug.loras import PREFIX, WEIGHTS, write_lora
 from hfplug.method import Kind
 from hfplug.plugins import catalogue
 from hfplug.probing import evaluating, probe_ids
+from hfplug.seams.patch_adapters import trained_on
 from hfplug.seams.tuner import PluginConfig, PluginTuner
 
 FORMATS = ("lora",)
@@ -99,6 +100,7 @@ def export(
     modules, rest = split(tensors, tuner.prefix)
     factors = {key: tuner.to_lora(config, own, key) for key, own in modules.items()}
     made = lora_config({key: a.shape[0] for key, (a, _) in factors.items()}, config)
+    vars(made)[artefacts.PATCHES] = trained_on(config)  # it is an adapter of a patched base still
     error = scale = None
     with artefacts.new_folder(output) as folder:
         write_lora(folder, made, {key: (a.float(), b.float()) for key, (a, b) in factors.items()}, rest)

@@ -204,7 +204,7 @@ def decoder_of(model: Any, only: tuple[str, ...] | None = None) -> Decoder:
     stack: Any = token_stack(whole)
     kind, own = (getattr(c, "model_type", None) for c in (config, getattr(stack, "config", None)))
     family = next((f for f in FAMILIES if own in f.model_types), None)
-    composite = family is not None and config is not stack.config
+    composite = family is not None and kind != own
     name = WHOLES.get(str(kind)) if composite else getattr(family, "name", None)
     if family is None or name not in known:
         types = [t for f in FAMILIES for t in f.model_types] + list(WHOLES)

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hfplug.artefacts import is_local_path
+from hfplug.artefacts import PATCHES, is_local_path
 from hfplug.errors import ConfigError, UnsupportedError, nearest
 from hfplug.lowrank import LowRank
 from hfplug.method import Kind
@@ -134,7 +134,7 @@ def check_options(where: str, options: Mapping[str, Any]) -> None:
         )
     known = peft.LoraConfig.__dataclass_fields__
     for option, value in options.items():
-        if option not in known and value not in _EMPTY:
+        if option not in known and option != PATCHES and value not in _EMPTY:
             raise ConfigError(
                 f"{where}: this PEFT does not know the option {option!r}={value!r}{nearest(option, known)}, so what it means for "
                 "the update cannot be told; upgrade PEFT"

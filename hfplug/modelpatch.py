@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from hfplug.families import Decoder
@@ -92,6 +93,9 @@ class Touch:
         name: of the child or attribute, or the kind of hook.
         former: class name of the module that was there.
         new: the module put there.
+        old: the module that was there, of a swap.
+        shared: name of a parameter or buffer of ``old`` -> its name in ``new``, which holds the same object.
+        dtypes: dtypes of the other parameters of ``module`` at that time, from which ``old`` learns where the model has gone.
     """
 
     kind: str
@@ -99,6 +103,13 @@ class Touch:
     name: str
     former: str = ""
     new: nn.Module | None = None
+    old: nn.Module | None = None
+    shared: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 class PatchLedger(Ledger):
@@ -112,7 +123,11 @@ class PatchLedger(Ledger):
         """As :meth:`Ledger.swap_module`."""
         former = super().swap_module(root, path, new)
         head, _, name = path.rpartition(".")
-        self.touches.append(Touch("swap", root.get_submodule(head), name, type(former).__name__, new))
+        parent = root.get_submodule(head)
+        theirs = {id(t): n for n, t in _tensors(new)}
+        shared = {n: theirs[id(t)] for n, t in _tensors(former) if id(t) in theirs}
+        dtypes = {n: p.dtype for n, p in parent.named_parameters() if p.is_floating_point() and not n.startswith(f"{name}.")}
+        self.touches.append(Touch("swap", parent, name, type(former).__name__, new, former, shared, dtypes))
         return former
 
     def add_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from hfplug.modelpatch import WORKS_WITH, ModelPatch, PatchLedger, PatchModule, 
 from hfplug.options import build
 from hfplug.patchchecks import check_alive, check_state, optimizers_of
 from hfplug.patchplan import Plan, Snapshot, describe, without_data
+from hfplug.patchundo import check_on_top, settle, swapped
 from hfplug.plugins import Entry, catalogue
 
 logger = logging.getLogger(__name__)
@@ -60,17 +61,23 @@ class Patched:
     def remove(self) -> None:
         """Take the patch off: modules, parameters, hooks, attributes and configuration are those from before, by identity.
 
-        Weights trained meanwhile keep their values. Removing twice does nothing.
+        Weights trained or loaded meanwhile keep their values. Modules that come back follow the model to the device and dtype it
+        has now; what a checkpoint of the patched model could not hold (the norms SimpleNorm takes out) starts at its first
+        values, with a warning. Removing twice does nothing.
 
         Raises:
-            LedgerError: patches applied later are still on the model; they may rest on this one.
+            LedgerError: patches applied later are still on the model and may rest on this one, or something was put over a
+                module of the patch (an adapter) and would be lost.
         """
         handles = applied(self.model)
         if self not in handles:
             return
         if later := [h.method for h in handles[handles.index(self) + 1 :]]:
             raise LedgerError(f"{self.method}: {later} were applied after it; remove them first")
+        check_on_top(self.method, self._ledger.touches)
+        exchanged = swapped(self._ledger.touches)
         self._ledger.undo()
+        settle(self.method, decoder_of(self.model).stack, exchanged)
         _remember(self.model, tuple(h for h in handles if h is not self))
         if self._rebuilt:  # its record came with the configuration and is no change of the ledger
             self._forget_record()
@@ -115,8 +122,12 @@ def apply(model: Any, patch: str | ModelPatch, *, force: bool = False, **options
     """
     entry, made = resolve(patch, options)
     handle = _apply(model, entry, made, force=force, live=True)
-    for sentence in made.warnings(decoder_of(model)):
-        warnings.warn(f"{entry.method.name}: {sentence}", stacklevel=2)
+    try:
+        for sentence in made.warnings(decoder_of(model)):
+            warnings.warn(f"{entry.method.name}: {sentence}", stacklevel=2)
+    except BaseException:  # warnings may be errors (python -W error); who gets one has no handle to take the patch off with
+        handle.remove()
+        raise
     logger.info("%s: patched %d of %d layers", entry.method.name, len(handle.plan.layers), handle.plan.depth)
     return handle
 
@@ -223,6 +234,13 @@ def _apply(model: Any, entry: Entry, patch: ModelPatch, *, force: bool, live: bo
         found = describe(patch, options, decoder, before, Snapshot(whole), ledger)
         _check_plan(found, patch, decoder, before)
         if live:
+            tensors = dict(whole.named_parameters())
+            offloaded = any(p.is_meta for p in tensors.values()) and not all(p.is_meta for p in tensors.values())
+            if offloaded and any(s.name in tensors and tensors[s.name].is_meta for s in found.added):
+                raise UnsupportedError(
+                    f"{name}: layers of the model are offloaded (device_map), and what the patch adds there would have no data; "
+                    "apply the patch to a model on one device, save it, and load that with the device_map"
+                )
             parameters = [s for s in (*found.added, *found.removed) if s.parameter]
             if parameters and "optimizer" not in patch.works_with and (held := optimizers_of(model)):
                 raise UnsupportedError(
@@ -296,6 +314,27 @@ def _keep_record(model: Any, entry: Entry, found: Plan, ledger: PatchLedger) -> 
     _write_record(model.config, [*artefacts.patch_records(model.config), record])
 
 
+def config_to_save(model: Any) -> Any:
+    """The configuration that says which patches are on a model: its own, or a copy that does where its own does not.
+
+    A patch given to a part of a model (``hfplug.apply(model.model, ...)``) is recorded in the part's configuration alone, and the
+    whole model would be saved as if it were stock.
+    """
+    here = [handle.record for handle in applied(model)]
+    if artefacts.patch_records(model.config) == here:
+        return model.config
+    config = copy.deepcopy(model.config)
+    _write_record(config, here)
+    return config
+
+
+def note_on_adapters(model: Any) -> None:
+    """Write on the configuration of each adapter which patches the model has now: they may have come, or gone, after it."""
+    here = [handle.record for handle in applied(model)]
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        vars(config)[artefacts.PATCHES] = here
+
+
 def rebuild(model: Any) -> tuple[Patched, ...]:
     """Apply the patches that the configuration of a model under construction records, if they are not on it yet.
 
@@ -319,4 +358,4 @@ def rebuild(model: Any) -> tuple[Patched, ...]:
     return applied(model)
 
 
-__all__ = ["Patched", "Plan", "Touch", "applied", "apply", "plan", "rebuild", "resolve"]
+__all__ = ["Patched", "Plan", "Touch", "applied", "apply", "config_to_save", "note_on_adapters", "plan", "rebuild", "resolve"]

@@ -159,7 +159,7 @@ def check_together(loras: Sequence[Lora]) -> None:
     """Refuse adapters that do not belong together.
 
     Raises:
-        ConfigError: another base model, task, orientation or shape; the message names both adapters.
+        ConfigError: another base model, other patches on it, task, orientation or shape; the message names both adapters.
     """
     for option in ("base_model_name_or_path", "revision", "task_type"):
         given = [(lora, lora.options[option]) for lora in loras if lora.options.get(option)]
@@ -171,6 +171,13 @@ def check_together(loras: Sequence[Lora]) -> None:
                     "models cannot be merged"
                 )
     for lora in loras[1:]:
+        theirs = [each.options.get(artefacts.PATCHES) or [] for each in (loras[0], lora)]
+        first_has, other_has = ([(r.get("plugin"), r.get("options")) for r in records] for records in theirs)
+        if first_has != other_has:
+            raise ConfigError(
+                f"{loras[0].where} was trained on a base with the patches {first_has} but {lora.where} on one with {other_has}; "
+                "adapters of different models cannot be merged"
+            )
         mine, other = (bool(one.options.get("fan_in_fan_out")) for one in (loras[0], lora))
         if mine != other:
             raise ConfigError(
@@ -255,7 +262,7 @@ class _Done:
         chosen = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
         targets = [{key: _plain(lora.options.get(key)) for key in chosen} for lora in loras]
         alike = all(t == targets[0] for t in targets) and all(set(lora.shapes) == set(self.factors) for lora in loras)
-        return peft.LoraConfig(
+        made = peft.LoraConfig(
             r=self.rank,
             lora_alpha=self.rank,
             use_rslora=False,
@@ -265,6 +272,8 @@ class _Done:
             **{key: common(key) for key in ("task_type", "base_model_name_or_path", "revision")},
             **(targets[0] if alike else {"target_modules": sorted(self.factors)}),
         )
+        vars(made)[artefacts.PATCHES] = loras[0].options.get(artefacts.PATCHES) or []  # PEFT's dataclass has no field for it
+        return made
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,8 @@ Here is what enters transformers, all of it through the ledger:
   weights are initialised or loaded. The innermost model that has the configuration is patched, so the base model and every
   head on it are.
 * ``PreTrainedModel._initialize_weights``: a :class:`~hfplug.modelpatch.PatchModule` initialises itself.
+* ``PreTrainedModel.save_pretrained``: the configuration written says which patches are on the model, also where they were given
+  to a part of it.
 
 The gate of saved folders is in :mod:`hfplug.seams.patch_gate`, adapters in :mod:`hfplug.seams.patch_adapters`.
 """
@@ -39,7 +41,7 @@ from transformers import PreTrainedModel
 from hfplug.artefacts import patch_records
 from hfplug.ledger import Ledger
 from hfplug.modelpatch import ModelPatch, PatchModule
-from hfplug.patches import rebuild
+from hfplug.patches import config_to_save, note_on_adapters, rebuild
 
 
 def activate(ledger: Ledger) -> None:
@@ -64,6 +66,17 @@ def activate(ledger: Ledger) -> None:
             module.reset_parameters()
             module._is_hf_initialized = True  # type: ignore[assignment]
 
+    stock_save: Any = PreTrainedModel.save_pretrained
+
+    @functools.wraps(stock_save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note_on_adapters(self)  # those that transformers itself put in
+        with Ledger("patch seam") as own:
+            if (config := config_to_save(self)) is not self.config:
+                own.set_attr(self, "config", config)
+            return stock_save(self, *args, **kwargs)
+
+    ledger.set_attr(PreTrainedModel, "save_pretrained", save_pretrained)
     ledger.set_attr(PreTrainedModel, "post_init", post_init)
     ledger.set_attr(PreTrainedModel, "_initialize_weights", initialize)
 

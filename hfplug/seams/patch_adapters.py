@@ -3,7 +3,8 @@
 * An adapter put on a patched model keeps the records of the patches; ``adapter_config.json`` has them under
   ``"hfplug_patches"``. Loading it on a model with other patches is refused, with the lines that make the right one. A base
   saved with its patches needs none of that: it comes back patched by itself.
-* An adapter on a module whose output is not linear in its weight (``merge_refused``) cannot be merged.
+* An adapter on a module whose output is not linear in its weight (``merge_refused``) cannot be merged, nor started by taking a
+  part out of the weight (PiSSA and the like).
 """
 
 from __future__ import annotations
@@ -13,15 +14,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from peft.config import CONFIG_NAME, PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
 
 from hfplug.artefacts import PATCHES, check_record
 from hfplug.errors import UnsupportedError
 from hfplug.ledger import Ledger
-from hfplug.patches import applied
+from hfplug.patches import applied, note_on_adapters
 
 _TRAINED_ON = "_hfplug_trained_on"  # on a configuration that was read from a file
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # first values that are taken out of the base's weight
+
+
+def trained_on(config: Any) -> list[dict[str, Any]]:
+    """The records of the patches on the base of a saved adapter, from its configuration as PEFT reads it."""
+    found: list[dict[str, Any]] = vars(config).get(_TRAINED_ON, [])
+    return found
 
 
 def _records(model: Any) -> list[dict[str, Any]]:
@@ -37,8 +47,17 @@ def check_base(model: Any, config: Any, adapter_name: str) -> None:
 
     Raises:
         MissingPluginError: it was trained with a patch that is not installed here.
-        UnsupportedError: the base has other patches, or the same with other options.
+        UnsupportedError: the base has other patches, or the same with other options; or the adapter's first values would be
+            taken out of weights in which the model is not linear.
     """
+    init = str(getattr(config, "init_lora_weights", "")).lower()
+    if init.startswith(_CHANGES_BASE) and isinstance(model, nn.Module):
+        refused = next((m.merge_refused for m in model.modules() if getattr(m, "merge_refused", "")), None)
+        if refused is not None:
+            raise UnsupportedError(
+                f"init_lora_weights={init!r} takes the adapter's first values out of the base's weights, "
+                f"which changes this model: {refused}. Use True, 'gaussian', 'orthogonal' or 'eva'"
+            )
     here, wanted = _records(model), vars(config).get(_TRAINED_ON)
     vars(config)[PATCHES] = here
     if wanted is None:  # a new adapter; the same configuration object may serve several models
@@ -110,7 +129,33 @@ def activate(ledger: Ledger) -> None:
     ledger.set_attr(PeftConfigMixin, "from_json_file", classmethod(from_json_file))
     ledger.set_attr(PeftConfigMixin, "from_pretrained", classmethod(from_pretrained))
     ledger.set_attr(BaseTuner, "inject_adapter", inject_adapter)
+    _activate_model(ledger)
     ledger.set_attr(BaseTuner, "_check_merge_allowed", check_merge_allowed)
 
 
-__all__ = ["activate", "check_base"]
+def _activate_model(ledger: Ledger) -> None:
+    stock_save: Any = PeftModel.save_pretrained
+    stock_init: Any = PeftModel.__init__
+    stock_add: Any = PeftModel.add_adapter
+
+    @functools.wraps(stock_save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        note_on_adapters(self)
+        stock_save(self, *args, **kwargs)
+
+    @functools.wraps(stock_init)
+    def init(self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any) -> None:
+        check_base(model, peft_config, adapter_name)  # prompts and other adapters that nothing injects
+        stock_init(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    @functools.wraps(stock_add)
+    def add_adapter(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_base(self.base_model if peft_config.is_prompt_learning else self.base_model.model, peft_config, adapter_name)
+        stock_add(self, adapter_name, peft_config, *args, **kwargs)
+
+    ledger.set_attr(PeftModel, "save_pretrained", save_pretrained)
+    ledger.set_attr(PeftModel, "__init__", init)
+    ledger.set_attr(PeftModel, "add_adapter", add_adapter)
+
+
+__all__ = ["activate", "check_base", "trained_on"]

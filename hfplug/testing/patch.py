@@ -91,6 +91,18 @@ class PatchContract(PatchFiles):
             handle.remove()  # twice does nothing
         assert torch.equal(self.logits(model, batch), expected)
 
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_removing_follows_the_model(self, family: str) -> None:
+        """In another dtype than when it was patched: the stock model in that dtype, bit for bit."""
+        import torch
+
+        model, stock, batch = self.stock(family), self.stock(family).to(torch.bfloat16), {"input_ids": self.ids()}
+        handle = self.apply(model)
+        model.to(torch.bfloat16)
+        handle.remove()
+        assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in stock.named_parameters()}
+        assert torch.equal(self.logits(model, batch), self.logits(stock, batch))
+
     def test_b06_twice_is_refused(self) -> None:
         """And changes nothing."""
         from hfplug.errors import LedgerError

@@ -326,8 +326,9 @@ def test_everything_in_transformers_can_be_taken_back() -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     def ours() -> list[bool]:
-        changed = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_json_file]
-        return ["hfplug" in f.__code__.co_filename for f in (*changed, PreTrainedConfig.get_config_dict.__func__)]
+        changed: list[Any] = [PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedModel.save_pretrained]
+        changed += [PreTrainedConfig.to_json_file, PreTrainedConfig.get_config_dict.__func__]
+        return ["hfplug" in f.__code__.co_filename for f in changed]
 
     assert all(ours())
     seams = ("hfplug.seams.patch", "hfplug.seams.patch_gate")

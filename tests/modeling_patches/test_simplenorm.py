@@ -297,6 +297,25 @@ def test_a_model_from_scratch_is_initialised_as_by_the_authors() -> None:
     assert abs(float(stock.model.embed_tokens.weight.std()) / 0.02 - 1) < 0.03
 
 
+def test_every_family_is_initialised_part_by_part() -> None:
+    """Parts of one matrix (gate and up) by themselves, ``Conv1D``, biases, and an MLP without a gate, whose first map is up."""
+    wide: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for family in ("Phi-3", "GPT-2", "GPT-NeoX", "Qwen2"):
+        stock = FAMILIES[family](**({"n_embd": 128, "n_inner": 512} if family == "GPT-2" else wide))
+        torch.manual_seed(0)
+        model = build_simplenorm(stock.config)
+        gated = "gate" in "".join(decoder_of(model).family.projections.values())
+        for path, linear, split in projections(model):
+            index = decoder_of(model).layer_of(path)
+            assert index is not None
+            small = 0.02 / math.sqrt(2 * (index + 1))
+            weight = linear.weight.T if isinstance(linear, NormedConv1D) else linear.weight
+            for role, part in zip(split.roles, parts(weight.T, split), strict=True):
+                expected = small if role in ("o", "down") or (role == "up" and gated) else 0.02
+                assert abs(float(part.std()) / expected - 1) < 0.06, f"{family} {path} {role}"
+            assert linear.bias is None or not linear.bias.any(), path
+
+
 def test_tied_embeddings_get_the_heads_initialisation() -> None:
     model = build_simplenorm(_config(tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
