@@ -161,11 +161,13 @@ def plan(model: Any, patch: str | ModelPatch, *, force: bool = False, **options:
     The patch is applied to a copy of the model without data, so the answer is that of the real code.
 
     Raises:
-        As :func:`apply`.
+        As :func:`apply`, but for what only a forward can show.
     """
     entry, made = resolve(patch, options)
     check_state(model, made)
-    return _apply(without_data(model), entry, made, force=force, live=False).plan
+    found = _apply(without_data(model), entry, made, force=force, live=False).plan
+    _check_optimizers(model, made, found)
+    return found
 
 
 @contextlib.contextmanager
@@ -208,7 +210,9 @@ def _plain(patch: ModelPatch) -> dict[str, Any]:
     stored = dataclasses.asdict(patch)
     try:
         plain: dict[str, Any] = json.loads(json.dumps(stored))
-        same = build(type(patch), plain) == patch
+        same = build(type(patch), plain, where=f"patch {patch.method!r}") == patch
+    except ConfigError:
+        raise  # an object made with a wrong value
     except (TypeError, ValueError) as error:
         raise HfplugError(f"options of {patch.method!r} cannot be kept in config.json: {one_line(error)}") from error
     if not same:
@@ -241,12 +245,7 @@ def _apply(model: Any, entry: Entry, patch: ModelPatch, *, force: bool, live: bo
                     f"{name}: layers of the model are offloaded (device_map), and what the patch adds there would have no data; "
                     "apply the patch to a model on one device, save it, and load that with the device_map"
                 )
-            parameters = [s for s in (*found.added, *found.removed) if s.parameter]
-            if parameters and "optimizer" not in patch.works_with and (held := optimizers_of(model)):
-                raise UnsupportedError(
-                    f"{name} adds {len(found.added)} and removes {len(found.removed)} tensors, but {held[0]} exists already and "
-                    "would go on with the old parameters; apply the patch before making the optimizer"
-                )
+            _check_optimizers(model, patch, found)
             for module in (t.new for t in ledger.touches if t.new is not None):
                 for part in module.modules():
                     if isinstance(part, PatchModule):
@@ -258,6 +257,15 @@ def _apply(model: Any, entry: Entry, patch: ModelPatch, *, force: bool, live: bo
     handle = Patched(entry, patch, model, ledger, found, rebuilt)
     _remember(model, (*applied(model), handle))
     return handle
+
+
+def _check_optimizers(model: Any, patch: ModelPatch, found: Plan) -> None:
+    parameters = any(s.parameter for s in (*found.added, *found.removed))
+    if parameters and "optimizer" not in patch.works_with and (held := optimizers_of(model)):
+        raise UnsupportedError(
+            f"{patch.method} adds {len(found.added)} and removes {len(found.removed)} tensors, but {held[0]} exists already and "
+            "would go on with the old parameters; apply the patch before making the optimizer"
+        )
 
 
 def _check_plan(found: Plan, patch: ModelPatch, decoder: Decoder, before: Snapshot) -> None:

@@ -72,15 +72,19 @@ def warm_start(model: Any, batches: Iterable[Mapping[str, Tensor]], **options: A
         raise ConfigError("affine=False leaves no gains to set")
     before = _sizes(model, kept, {path: linear for _, path, linear in _projections(model)})
     handle = apply(model, "simplenorm", **options)
-    order = [(path, m) for _, path, m in _projections(model) if isinstance(m, (NormedLinear, NormedConv1D))]
-    for index in range(len(decoder_of(model).layers)):  # what comes later sees gains that are set
-        here = {path: m for path, m in order if decoder_of(model).layer_of(path) == index}
-        for _ in range(4):  # q, k, v; then o, which sees v; then gate and up, which see o; then down
-            after = _sizes(model, kept, here)
-            for path, module in here.items():
-                gain = module.norm.weight
-                if gain is not None:
-                    gain.mul_((before[path] / after[path].clamp_min(1e-12)).to(gain.dtype))
+    try:
+        order = [(path, m) for _, path, m in _projections(model) if isinstance(m, (NormedLinear, NormedConv1D))]
+        for index in range(len(decoder_of(model).layers)):  # what comes later sees gains that are set
+            here = {path: m for path, m in order if decoder_of(model).layer_of(path) == index}
+            for _ in range(4):  # q, k, v; then o, which sees v; then gate and up, which see o; then down
+                after = _sizes(model, kept, here)
+                for path, module in here.items():
+                    gain = module.norm.weight
+                    if gain is not None:
+                        gain.mul_((before[path] / after[path].clamp_min(1e-12)).to(gain.dtype))
+    except BaseException:
+        handle.remove()  # a model with half of its gains set is of no use to anyone
+        raise
     return handle
 
 

@@ -114,6 +114,13 @@ def test_options_must_survive_json() -> None:
         hfplug.apply(llama(), "toy_odd")
 
 
+def test_an_object_with_a_wrong_value_is_the_users_mistake() -> None:
+    from hfplug.modeling_patches import SimpleNorm
+
+    with pytest.raises(ConfigError, match=r"patch 'simplenorm'.*affine"):
+        hfplug.apply(llama(), SimpleNorm(affine="yes"))  # type: ignore[arg-type]
+
+
 def test_a_plan_says_what_there_is() -> None:
     plan = hfplug.plan(llama(), "toy_gain")
     assert (plan.parameters, plan.bytes, plan.modules, plan.layers, plan.depth) == (64, 256, 4, (0, 1), 2)
@@ -205,6 +212,12 @@ def test_states_in_which_no_patch_goes_on() -> None:
                 get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
             assert hfplug.apply(model, "toy_gain").active
             del kept
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters())
+    for verb in (hfplug.apply, hfplug.plan):
+        with pytest.raises(UnsupportedError, match="SGD exists already"):
+            verb(model, "toy_gain")
+    del optimizer
     with installed(fault("Typo", works_with=frozenset({"lora"}))), pytest.raises(HfplugError, match="'lora'"):
         hfplug.apply(llama(), "toy_gain")
 

@@ -351,6 +351,24 @@ def test_a_warm_start_keeps_the_size_of_every_feature() -> None:
     assert hfplug.applied(model) == ()
 
 
+def test_a_warm_start_that_fails_leaves_the_model_as_it_was() -> None:
+    model = FAMILIES["Llama"]()
+    before = model(IDS).logits
+    calls = 0
+
+    def stop(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # 1: the sizes before; 2: the probe of apply
+            raise KeyboardInterrupt
+
+    model.register_forward_pre_hook(stop)
+    with pytest.warns(UserWarning, match="retrain"), pytest.raises(KeyboardInterrupt):
+        warm_start(model, [{"input_ids": IDS}])
+    assert hfplug.applied(model) == ()
+    assert torch.equal(model(IDS).logits, before)
+
+
 def test_learning_rates_are_advice_within_what_the_paper_says() -> None:
     assert lr_scale(3e-4) == pytest.approx(9e-4)
     with pytest.raises(ConfigError, match="factor=20"):
