@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfplug.testing.patch import PatchContract
-from hfplug.testing.patch_models import FAMILIES
+from hfplug.testing.patch_models import FAMILIES, over
 
 
 class TestTurboConn(PatchContract):
@@ -15,7 +15,7 @@ class TestTurboConn(PatchContract):
     compiles = False
 
     @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_b56_checkpointing_changes_no_gradient(self, family: str, reentrant: bool) -> None:
         """In fp64: without checkpointing groups are computed, with it full passes, and their sums differ in order."""
         model = self.exact(family)
