@@ -98,10 +98,7 @@ class _TokenPatch(ModelPatch):
             ledger.add_module(layer, name, holder)
             if router is not None:
                 # Not on the layer itself, whose hooks run outside its checkpoint: the router belongs to what is recomputed.
-                first = (
-                    decoder.family.norms[0] if getattr(decoder.config, "do_layer_norm_before", True) else decoder.family.attention
-                )
-                ledger.hook(layer.get_submodule(first), "forward_pre", holder.route, with_kwargs=True)
+                ledger.hook(layer.get_submodule(_first(decoder)), "forward_pre", holder.route, with_kwargs=True)
             ledger.hook(target, "forward", holder.modulate)
 
     def _check_bare(self, decoder: Decoder, index: int, path: str, target: Any, ledger: Ledger) -> None:

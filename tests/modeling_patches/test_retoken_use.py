@@ -88,6 +88,34 @@ def test_offloaded_tables_stay_when_the_model_moves() -> None:
     assert not any(p.is_meta for p in empty.parameters())
 
 
+@pytest.mark.parametrize("method", ["retoken", "mort"])
+def test_weights_that_are_there_for_their_modules_forward_alone(method: str) -> None:
+    """Accelerate's offloading leaves ``meta`` tensors, ZeRO-3 empty ones, but while the module that owns them runs."""
+    import accelerate
+
+    batches = ids_of(), ids_of(2, 60)  # fewer tokens than rows, and more
+    expected = [logits(made(method), ids) for ids in batches]
+    model = accelerate.cpu_offload(made(method), execution_device=torch.device("cpu"))
+    for ids, wanted in zip(batches, expected, strict=True):
+        assert torch.equal(logits(model, ids), wanted)
+
+    model = made(method)
+    for table in tables(model):
+        kept = table.weight.data
+
+        def fetch(module: Any, args: Any, kept: Tensor = kept) -> None:
+            module.weight.data = kept
+
+        def put_away(module: Any, args: Any, output: Any) -> None:
+            module.weight.data = torch.empty(0)
+
+        table.register_forward_pre_hook(fetch)
+        table.register_forward_hook(put_away)
+        table.weight.data = torch.empty(0)
+    for ids, wanted in zip(batches, expected, strict=True):
+        assert torch.equal(logits(model, ids), wanted)
+
+
 def test_an_offloaded_table_that_was_loaded_elsewhere_is_refused() -> None:
     from hfplug.modeling_patches.retoken.tokens import check_place
 
