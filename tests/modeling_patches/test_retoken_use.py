@@ -116,6 +116,13 @@ def test_weights_that_are_there_for_their_modules_forward_alone(method: str) -> 
         assert torch.equal(logits(model, ids), wanted)
 
 
+def test_an_offloaded_table_is_made_in_host_memory() -> None:
+    from hfplug.modeling_patches.retoken.tables import TokenTable
+
+    like: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_meta=False)
+    assert TokenTable(4, 3, 1.0, 0, like, sparse=False, offload=True).weight.device == torch.device("cpu")
+
+
 def test_an_offloaded_table_that_was_loaded_elsewhere_is_refused() -> None:
     from hfplug.modeling_patches.retoken.tokens import check_place
 
