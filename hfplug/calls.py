@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hfplug.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -127,6 +129,8 @@ class CallScope:
         self.stack = stack
         self._frame = _Frame()
         self._users: dict[str, Callable[[Call], None] | None] = {}
+        self._whole: set[str] = set()  # users whose code in the layers needs all tokens of a call at once
+        self._cutters: set[str] = set()
         self._handles: list[Any] = []
         self._signature: inspect.Signature | None = None
 
@@ -146,8 +150,19 @@ class CallScope:
         """Whether the code runs in the recomputation of gradient checkpointing, so statistics must not be counted again."""
         return self._frame.recompute or self._frame.depth == 0
 
-    def join(self, user: str, on_end: Callable[[Call], None] | None = None) -> None:
-        """Start following calls for ``user``; ``on_end(call)`` runs when the forward returned without an error."""
+    def join(self, user: str, on_end: Callable[[Call], None] | None = None, *, whole: bool = False) -> None:
+        """Start following calls for ``user``; ``on_end(call)`` runs when the forward returned without an error.
+
+        Args:
+            whole: the user's code in the layers needs all tokens of a call at once.
+
+        Raises:
+            UnsupportedError: it does, and somebody runs the layers on a part of the tokens at a time (:meth:`cut`).
+        """
+        if whole and self._cutters:
+            raise UnsupportedError(_parts(min(self._cutters), user))
+        if whole:
+            self._whole.add(user)
         if not self._handles:
             self._handles = [
                 self.stack.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
@@ -155,9 +170,21 @@ class CallScope:
             ]
         self._users[user] = on_end
 
+    def cut(self, user: str) -> None:
+        """Say that ``user`` runs the layers on parts of a call's tokens; until it leaves.
+
+        Raises:
+            UnsupportedError: somebody in the layers needs all of them at once.
+        """
+        if self._whole:
+            raise UnsupportedError(_parts(user, min(self._whole)))
+        self._cutters.add(user)
+
     def leave(self, user: str) -> None:
         """Stop following for ``user``; the last one to leave removes every trace from the model."""
         self._users.pop(user, None)
+        self._whole.discard(user)
+        self._cutters.discard(user)
         if self._users:
             return
         for handle in self._handles:
@@ -167,7 +194,8 @@ class CallScope:
             func = vars(layer).get("_gradient_checkpointing_func")
             if isinstance(func, _CheckpointInCall):
                 layer._gradient_checkpointing_func = func.func  # type: ignore[assignment]
-        vars(self.stack).pop(_ATTRIBUTE, None)
+        if not self._cutters:
+            vars(self.stack).pop(_ATTRIBUTE, None)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = self._frame
@@ -202,6 +230,13 @@ class CallScope:
             frame.call = outer
         elif not call.training:  # nothing will be recomputed, and a remembered call would pin its KV cache in memory
             frame.call = None
+
+
+def _parts(cutter: str, other: str) -> str:
+    return (
+        f"{other} and {cutter} do not go on one model: {cutter} runs the layers on a part of the tokens at a time, and {other} "
+        "needs all tokens of a forward at once"
+    )
 
 
 class _CheckpointInCall:

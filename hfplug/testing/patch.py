@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hfplug.testing.patch_files import PatchFiles
-from hfplug.testing.patch_models import FAMILIES, NO_PACKING, behaviours
+from hfplug.testing.patch_models import FAMILIES, NO_PACKING, behaviours, over
 from hfplug.testing.patch_runs import portrait, relative
 from hfplug.testing.ranks import run_ranks
 from hfplug.testing.runs import off
@@ -29,6 +29,7 @@ class PatchContract(PatchFiles):
     Attributes:
         method: name in the catalogue.
         options: the options it is tested with.
+        families: names of the families it is tested on, all unless a class says otherwise; the patch may know more.
         compiles: whether ``torch.compile(fullgraph=True)`` takes it; else graph breaks are allowed.
         embeds: whether ``inputs_embeds`` may stand in place of ``input_ids``; else they are refused.
         packs: whether packed documents do not see each other; else they are refused.
@@ -38,7 +39,7 @@ class PatchContract(PatchFiles):
 
     # -- applying and undoing -------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_the_plan_is_what_apply_does(self, family: str) -> None:
         """Modules, tensors, bytes; and planning leaves the model as it was."""
         import hfplug
@@ -56,7 +57,7 @@ class PatchContract(PatchFiles):
         assert after - size == plan.bytes
         assert str(plan.depth) in str(plan)
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_a_fresh_patch_is_the_identity_where_promised(self, family: str) -> None:
         """Bit for bit; and a patch that acts changes the logits."""
         import torch
@@ -72,7 +73,7 @@ class PatchContract(PatchFiles):
         assert found.isfinite().all()
         assert relative(found, before) > 1e-3, "the patch does nothing"
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_b07_removing_restores_everything(self, family: str) -> None:
         """Modules, tensors, hooks and attributes by identity, the configuration, the logits; applying again works."""
         import torch
@@ -113,7 +114,7 @@ class PatchContract(PatchFiles):
             self.apply(model)
         assert portrait(model) == before
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_b19_weights_stay_the_models_own(self, family: str) -> None:
         """Parameters that stay are the same objects; what is added has the dtype and device of its neighbours."""
         import torch
@@ -240,7 +241,7 @@ class PatchContract(PatchFiles):
 
     # -- caches, padding, packing ----------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("family", behaviours())
+    @over(behaviours())
     def test_b10_decoding_is_recomputation(self, family: str) -> None:
         """Left-padded greedy decoding with a cache: tokens and logits of recomputing every step without one."""
         cache = "static" if family == "Qwen3" else "dynamic"
@@ -270,7 +271,7 @@ class PatchContract(PatchFiles):
         expected = self.generate(model, {"input_ids": ids}).sequences
         assert torch.equal(self.generate(model, {"input_ids": ids}, prompt_lookup_num_tokens=3).sequences, expected)
 
-    @pytest.mark.parametrize("family", behaviours())
+    @over(behaviours())
     def test_a_prefill_in_chunks_is_one_prefill(self, family: str) -> None:
         """With left padding; the last chunk is a single token."""
         import torch
@@ -286,7 +287,7 @@ class PatchContract(PatchFiles):
         self.same(torch.cat(found, 1)[real], self.logits(model, batch)[real], "logits")
 
     @pytest.mark.parametrize("side", ["left", "right"])
-    @pytest.mark.parametrize("family", behaviours())
+    @over(behaviours())
     def test_padding_and_batch_do_not_count(self, family: str, side: str) -> None:
         """Real tokens of padded rows have the logits of the row alone."""
         model, batch = self.exact(family), self.padded(side)
@@ -295,7 +296,7 @@ class PatchContract(PatchFiles):
             alone = self.logits(model, {"input_ids": batch["input_ids"][row : row + 1, real]})[0]
             self.same(together[row, real], alone, f"row {row}")
 
-    @pytest.mark.parametrize("family", behaviours(NO_PACKING))
+    @over(behaviours(NO_PACKING))
     def test_b12_packed_documents_do_not_see_each_other(self, family: str) -> None:
         """Each document of a packed row has the logits it has alone; or the patch refuses packed rows."""
         from hfplug.errors import UnsupportedError
@@ -312,7 +313,7 @@ class PatchContract(PatchFiles):
             self.same(together[start : start + n], alone, f"the document of {n} tokens at {start}")
             start += n
 
-    @pytest.mark.parametrize("family", behaviours())
+    @over(behaviours())
     def test_nothing_flows_back_from_later_tokens(self, family: str) -> None:
         """Other last tokens leave earlier logits alone."""
         model, ids = self.patched(family), self.ids(2, 14)
@@ -352,7 +353,7 @@ class PatchContract(PatchFiles):
     # -- training ----------------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-    @pytest.mark.parametrize("family", behaviours())
+    @over(behaviours())
     def test_b56_checkpointing_changes_no_gradient(self, family: str, reentrant: bool) -> None:
         """And every tensor that the patch added is trained."""
         import hfplug

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hfplug.testing.patch_models import FAMILIES
+from hfplug.testing.patch_models import FAMILIES, over
 from hfplug.testing.patch_runs import PatchRuns, relative
 
 # A process that has never heard of hfplug; on a folder that a patched model was saved in.
@@ -52,7 +52,7 @@ print("THE SAME")
 class PatchFiles(PatchRuns):
     """Saving and loading."""
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_b50_a_reloaded_model_is_the_model(self, family: str, tmp_path: Path) -> None:
         """The same bits, no key missing or left over, with every class that loads the folder; removed, it is a stock model."""
         import torch
@@ -149,7 +149,7 @@ class PatchFiles(PatchRuns):
             with pytest.raises(ConfigError, match="nonsense"):
                 type(model).from_pretrained(tmp_path)
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_a_configuration_builds_the_structure(self, family: str, tmp_path: Path) -> None:
         """``from_config`` of a recorded configuration: a patched, initialised, trainable model; without data on ``meta``."""
         import torch

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
 
 from hfplug.testing import models
 from hfplug.testing.attention_models import tiny_gemma2, tiny_llava
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
+_OVER = "_hfplug_families"
 
 # Wide weights: with transformers' 0.02 the layers of a random model do next to nothing, and no fault would show.
 _WIDE = {**models._SHARED, "initializer_range": 0.2}
@@ -67,3 +70,24 @@ def behaviours(without: tuple[str, ...] = ()) -> list[Any]:
     """Every family but those named, as test parameters; the ones that are not in :data:`FEW` are marked slow."""
     names = [name for name in FAMILIES if name not in without]
     return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def over(families: Iterable[Any]) -> Callable[[_Test], _Test]:
+    """Run a test of the contract once for each of these families that its class is for, as the argument ``family``.
+
+    Unlike ``pytest.mark.parametrize`` the tests of other families are not collected, so that nothing has to be skipped.
+    """
+
+    def mark(test: _Test) -> _Test:
+        vars(test)[_OVER] = list(families)
+        return test
+
+    return mark
+
+
+def families_of(test: Any, known: Iterable[str]) -> list[Any] | None:
+    """Those of the families :func:`over` gave a test that are known, as test parameters; ``None``: it is over none."""
+    names, given = set(known), getattr(test, _OVER, None)
+    if given is None:
+        return None
+    return [each for each in given if (each if isinstance(each, str) else each.values[0]) in names]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from hfplug.testing.patch_models import FAMILIES
+from hfplug.testing.patch_models import FAMILIES, families_of
 from hfplug.testing.runs import Runs, off
 
 if TYPE_CHECKING:
@@ -43,10 +43,17 @@ class PatchRuns(Runs):
 
     method: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
+    families: ClassVar[tuple[str, ...]] = tuple(FAMILIES)
     compiles: ClassVar[bool] = True
     packs: ClassVar[bool] = True
     embeds: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-6
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Collect each test that is ``over`` families for those of the class; pytest calls this."""
+        chosen = families_of(metafunc.function, self.families)
+        if chosen is not None:
+            metafunc.parametrize("family", chosen)
 
     @property
     def target(self) -> Any:
@@ -57,16 +64,17 @@ class PatchRuns(Runs):
         return load(self.method, Kind.PATCH)
 
     def stock(self, family: str = "Llama") -> Any:
-        """A model without the patch; the test is left where the patch does not know the family."""
+        """A model without the patch; where a class leaves ``families`` open, a family that its patch does not know is skipped."""
         allowed = self.target.families
         if allowed is not None and family not in allowed:
             pytest.skip(f"{self.method} knows {allowed}")
         return FAMILIES[family]().eval()
 
     def known(self) -> str:
-        """A family the patch knows, Llama if possible."""
+        """A family that is tested and that the patch knows, Llama if possible."""
         allowed = self.target.families
-        return "Llama" if allowed is None or "Llama" in allowed else next(f for f in FAMILIES if f in allowed)
+        found = [f for f in self.families if allowed is None or f in allowed]
+        return "Llama" if "Llama" in found else found[0]
 
     def batch(self, family: str) -> dict[str, Any]:
         """Inputs on which the patch acts; a patch that only images concern gives some here."""

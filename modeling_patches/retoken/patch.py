@@ -68,7 +68,8 @@ class _TokenPatch(ModelPatch):
 
         Raises:
             ConfigError: an id that is not in the vocabulary.
-            UnsupportedError: an OPT model with quantised weights, whose MLP is no module that could be hooked.
+            UnsupportedError: an OPT model with quantised weights, whose MLP is no module that could be hooked; layers that run on
+                a part of the tokens at a time (turboconn).
         """
         decoder = decoder_of(model)
         stack, scope = decoder.stack, call_scope(decoder.model)
@@ -76,7 +77,7 @@ class _TokenPatch(ModelPatch):
         vocabulary = _vocabulary(decoder)
         size = self._rows(vocabulary)
         name = self.method
-        ledger.run(functools.partial(scope.join, name), functools.partial(_leave, scope, name))
+        ledger.run(functools.partial(scope.join, name, whole=True), functools.partial(_leave, scope, name))
         codes = self._table(size, self.rank, 1.0, 0, likes[0]) if self.rank else None
         reader = TokenReader(name, vocabulary, self.ids, codes, scope, likes[0])
         ledger.add_module(stack, name, reader)
@@ -98,10 +99,7 @@ class _TokenPatch(ModelPatch):
             ledger.add_module(layer, name, holder)
             if router is not None:
                 # Not on the layer itself, whose hooks run outside its checkpoint: the router belongs to what is recomputed.
-                first = (
-                    decoder.family.norms[0] if getattr(decoder.config, "do_layer_norm_before", True) else decoder.family.attention
-                )
-                ledger.hook(layer.get_submodule(first), "forward_pre", holder.route, with_kwargs=True)
+                ledger.hook(layer.get_submodule(_first(decoder)), "forward_pre", holder.route, with_kwargs=True)
             ledger.hook(target, "forward", holder.modulate)
 
     def _check_bare(self, decoder: Decoder, index: int, path: str, target: Any, ledger: Ledger) -> None:

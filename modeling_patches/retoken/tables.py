@@ -50,14 +50,14 @@ class TokenTable(PatchModule):
 
     def __init__(self, rows: int, width: int, std: float, seed: int, like: Tensor, sparse: bool, offload: bool) -> None:
         super().__init__()
-        self.std, self.seed, self.sparse, self.offload = std, seed, sparse, offload
+        self.rows, self.std, self.seed, self.sparse, self.offload = rows, std, seed, sparse, offload
         device = "cpu" if offload and not like.is_meta else like.device
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=like.dtype, device=device))
         self.reset_parameters()
 
     def extra_repr(self) -> str:
         """Shape and where it is."""
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, sparse={self.sparse}, offload={self.offload}"
+        return f"{self.rows}, {self.weight.shape[-1]}, sparse={self.sparse}, offload={self.offload}"
 
     def reset_parameters(self) -> None:
         """Normal values."""
@@ -81,16 +81,20 @@ class TokenTable(PatchModule):
         """No weight decay: it would shrink rare rows at every step, and a row's length means nothing."""
         return [OptimizerGroup((self.weight,), weight_decay=0.0)]
 
-    def forward(self, rows: Tensor, known: Tensor | None = None) -> Tensor:
+    def forward(self, rows: Tensor, known: Tensor | None = None, made: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Look rows up.
 
         Args:
             rows: ``(...)`` int64.
             known: ``(...)`` bool, false where the row does not count; ``None``: all do.
+            made: what to make of all rows before; it runs in here, since ZeRO-3 and accelerate's offloading fetch the weight
+                for this forward alone. Dense tables only.
 
         Returns:
             ``(..., width)`` on the device of ``rows``; any values where a row does not count.
         """
+        if made is not None:
+            return nn.functional.embedding(rows, made(self.weight))
         at = rows.to(self.weight.device)
         if known is None or not self.sparse:
             return nn.functional.embedding(at, self.weight, sparse=self.sparse).to(rows.device)
@@ -154,9 +158,9 @@ class Gate(Scaled):
             assert codes is not None
             codes = codes.to(wide(codes.dtype))
             gate = 1 + self.scaled(codes @ self.basis.to(codes.dtype))
-        elif rows.numel() >= self.table.weight.shape[0] and not (self.table.sparse or self.table.offload):
+        elif rows.numel() >= self.table.rows and not (self.table.sparse or self.table.offload):
             # More tokens than rows: the norms are taken of the rows, once each, and not of the tokens.
-            gate = nn.functional.embedding(rows, 1 + self.scaled(self.table.weight))
+            gate = self.table(rows, made=lambda weight: 1 + self.scaled(weight))
         else:
             gate = 1 + self.scaled(self.table(rows, known))
         return gate if known is None else gate.masked_fill(~known[..., None], 1.0)
@@ -219,7 +223,7 @@ class RoutedSum(Scaled):
             spread = torch.zeros_like(logits).scatter(-1, experts, weights).to(codes.dtype)
             vectors = (spread[..., None] * codes[..., None, :]).flatten(-2) @ self.basis.to(codes.dtype)
         else:
-            size = self.table.weight.shape[0] // self.bases
+            size = self.table.rows // self.bases
             of_all = None if known is None else known[..., None].expand(experts.shape)
             found = self.table(experts * size + rows[..., None], of_all)
             vectors = (weights[..., None] * found.to(wide(found.dtype))).sum(-2)

@@ -104,16 +104,20 @@ class TokenReader(PatchModule):
 
     def _ids(self, call: Call) -> Tensor:
         """``(batch, tokens)`` of the call; -1 where there is no token."""
-        ids = self.given[-1] if self.given else call.input_ids
+        ids = call.input_ids
         if ids is None and self.outer:
             ids = self.outer[-1]
+        # Not in the steps of generate() after a prompt that was named: the model is given their ids.
+        named = bool(self.given) and (ids is None or not call.past)
+        if named:
+            ids = self.given[-1]
         if ids is None:
             raise UnsupportedError(
                 f"{self.method}: the model was given inputs_embeds without input_ids; name the tokens around the call: "
                 "with hfplug.modeling_patches.token_ids(model, ids): ..."
             )
         virtual = call.length - ids.shape[1]
-        if ids.shape[0] != call.batch or virtual < 0 or (virtual and not self.given):
+        if ids.shape[0] != call.batch or virtual < 0 or (virtual and not named):
             raise UnsupportedError(
                 f"{self.method}: token ids are {tuple(ids.shape)}, but the model was given {call.batch} x {call.length} tokens; "
                 "name the ids around the call: with hfplug.modeling_patches.token_ids(model, ids): ..."
@@ -122,9 +126,7 @@ class TokenReader(PatchModule):
 
     def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.ids is None:
-            if not self.given:
-                return ids, None
-            return ids.clamp(min=0), ids >= 0
+            return (ids.clamp(min=0), ids >= 0) if self.given else (ids, None)
         rows = self.of_id[ids.clamp(min=0).to(self.of_id.device)].to(ids.device)
         known = (rows >= 0) & (ids >= 0)
         return rows.clamp(min=0), known
@@ -221,6 +223,7 @@ def token_ids(model: nn.Module, ids: Tensor) -> Iterator[None]:
     Args:
         model: a model with ``retoken`` or ``mort``.
         ids: ``(batch, tokens)`` int; -1: no token here. With fewer than the model is given, the first positions have none.
+            Calls that go on from a cache and are given ids, such as the steps of ``generate`` after the prompt, use those.
 
     Raises:
         ConfigError: ``ids`` are no ids of this vocabulary, or the model has neither patch.

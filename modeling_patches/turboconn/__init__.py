@@ -25,6 +25,7 @@ METHOD = Method(
         "PEFT on top": 'modules_to_save=["turboconn"] trains and saves the connections with an adapter',
         "torch.compile": "what stands around the token stack is compiled, the stack itself runs eagerly (a graph break)",
         "continuous batching, prefix tuning": "refused",
+        "retoken, mort, U-LoRA on the same model": "refused: they need all tokens of a forward at once",
         "DDP, FSDP2": "FSDP2: every rank needs batches of the same length",
     },
     limits=(

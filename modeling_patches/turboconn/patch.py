@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from hfplug.calls import CallScope, call_scope
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.families import Decoder, decoder_of
 from hfplug.ledger import Ledger
@@ -122,11 +123,17 @@ class TurboConn(ModelPatch):
         return set(found) | {s for sources in found.values() for s in sources}
 
     def apply(self, model: nn.Module, ledger: Ledger) -> None:
-        """Add the projections, listen to the layers, and run the stack through :class:`Driver`."""
+        """Add the projections, listen to the layers, and run the stack through :class:`Driver`.
+
+        Raises:
+            UnsupportedError: cross-attention, or code in the layers that needs all tokens of a forward at once (retoken, mort).
+        """
         decoder = decoder_of(model)
         if getattr(decoder.config, "add_cross_attention", False):
             raise UnsupportedError("turboconn: cross-attention (add_cross_attention=True) has no place in its passes")
         found = self.connections(len(decoder.layers))
+        scope = call_scope(decoder.model)
+        ledger.run(functools.partial(scope.cut, self.method), functools.partial(_leave, scope))
         driver = Driver(self, decoder.stack, decoder.family.layers, found, vars(decoder.stack).get("forward"))
         for target, sources in found.items():
             layer = decoder.layers[target]
@@ -166,6 +173,10 @@ class TurboConn(ModelPatch):
         if weights <= SHARE * whole:
             return []
         return [f"{count} connections add {weights:,} parameters, {weights / whole:.0%} of the model's; rank= makes them smaller"]
+
+
+def _leave(scope: CallScope, cut: None) -> None:
+    scope.leave(TurboConn.method)
 
 
 __all__ = ["TurboConn"]

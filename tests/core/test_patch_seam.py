@@ -470,3 +470,20 @@ def test_the_command_plans_without_weights(tmp_path: Path, capsys: pytest.Captur
     done = CliRunner().invoke(app, ["plan", str(tmp_path / "no"), "toy_gain"])
     assert isinstance(done.exception, ConfigError)
     assert "'toy_gain'" not in str(done.exception)
+
+
+@pytest.mark.parametrize("other", ["retoken", "mort"])
+def test_patches_that_cannot_share_a_model_say_so(other):
+    """TurboConn runs layers on groups of tokens; what looks up the tokens of a forward in a layer needs all of them."""
+    for first, second in ((other, "turboconn"), ("turboconn", other)):
+        model = FAMILIES["Llama"]()
+        stock = portrait(model)
+        handle = hfplug.apply(model, first)
+        before = portrait(model)
+        for attempt in (hfplug.plan, hfplug.apply):
+            with pytest.raises(UnsupportedError, match=f"{other} and turboconn do not go on one model"):
+                attempt(model, second)
+            assert portrait(model) == before
+        handle.remove()
+        assert portrait(model) == stock
+        hfplug.apply(model, second)

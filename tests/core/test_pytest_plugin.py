@@ -41,3 +41,23 @@ def test_the_marker_is_declared_once(tmp_path):
     out = run(tmp_path, "--markers")
     assert out.count("@pytest.mark.slow:") == 1
     assert "@pytest.mark.slow: mine" in out
+
+
+CONTRACT = """
+from hfplug.testing.patch import PatchContract
+
+class TestSome(PatchContract):
+    method, families = "of nobody", ("OPT", "Llama")
+"""
+
+
+def test_other_families_than_those_of_a_class_are_not_collected(tmp_path):
+    (tmp_path / "test_contract.py").write_text(CONTRACT)
+    quick, every = (run(tmp_path, "--collect-only", "test_contract.py", *more) for more in (("-m", "not slow"), ()))
+    for out in (quick, every):
+        assert "test_b07_removing_restores_everything[Llama]" in out
+        assert "test_b07_removing_restores_everything[OPT]" in out
+        assert "test_nothing_flows_back_from_later_tokens[Llama]" in out
+        assert "GPT-2" not in out
+    assert "test_nothing_flows_back_from_later_tokens[OPT]" in every
+    assert "test_nothing_flows_back_from_later_tokens[OPT]" not in quick

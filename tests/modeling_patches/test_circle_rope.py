@@ -18,7 +18,7 @@ from hfplug.errors import UnsupportedError
 from hfplug.families import decoder_of
 from hfplug.modeling_patches.circle_rope.geometry import circle
 from hfplug.testing.patch import PatchContract
-from hfplug.testing.patch_models import FAMILIES
+from hfplug.testing.patch_models import FAMILIES, over
 
 _SPEC = importlib.util.spec_from_file_location("circle_kit", Path(__file__).with_name("circle_kit.py"))
 assert _SPEC is not None
@@ -44,9 +44,9 @@ class TestContract(PatchContract):
 
     method = "circle_rope"
     options: ClassVar[dict[str, Any]] = {"age": "all"}
+    families = ALL
 
-
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_a_fresh_patch_is_the_identity_where_promised(self, family: str) -> None:
         """Text: bit for bit. Images: other logits."""
         model, batch = self.stock(family), self.padded("left")

@@ -251,6 +251,27 @@ def test_embeddings_without_ids_are_refused_and_named_ids_are_used() -> None:
                 model(inputs_embeds=vectors)
 
 
+@pytest.mark.parametrize("method", ["retoken", "mort"])
+@pytest.mark.parametrize("length", [1, 9])
+def test_generating_from_embeddings_goes_on_with_the_new_ids(method: str, length: int) -> None:
+    """The ids that were named are the prompt's; with one token in it, a later step has as many."""
+    model, ids = made(method), ids_of(2, length)
+    vectors = model.get_input_embeddings()(ids).detach()
+
+    def steps(**prompt: Tensor) -> Tensor:
+        found = model.generate(
+            **prompt, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        return torch.stack(found.logits)
+
+    expected = steps(input_ids=ids)
+    with token_ids(model, ids):
+        assert torch.equal(steps(inputs_embeds=vectors), expected)
+    with token_ids(model, torch.full_like(ids, -1)):
+        assert not torch.equal(steps(inputs_embeds=vectors)[0], expected[0])
+
+
 def test_soft_prompts_have_no_rows() -> None:
     model, ids = made(), ids_of()
     vectors = model.get_input_embeddings()(ids)

@@ -5,7 +5,7 @@ The quick tests take the families whose layers differ in what matters here; all 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -13,15 +13,7 @@ from hfplug.testing.patch import PatchContract
 
 
 class _Some(PatchContract):
-    """A few families."""
-
-    families: ClassVar[tuple[str, ...]] = ("Llama",)
     compiles, embeds = False, False
-
-    def stock(self, family: str = "Llama") -> Any:
-        if family not in self.families:
-            pytest.skip("covered by the slow tests")
-        return super().stock(family)
 
 
 class TestReToken(_Some):

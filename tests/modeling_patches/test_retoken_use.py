@@ -88,6 +88,41 @@ def test_offloaded_tables_stay_when_the_model_moves() -> None:
     assert not any(p.is_meta for p in empty.parameters())
 
 
+@pytest.mark.parametrize("method", ["retoken", "mort"])
+def test_weights_that_are_there_for_their_modules_forward_alone(method: str) -> None:
+    """Accelerate's offloading leaves ``meta`` tensors, ZeRO-3 empty ones, but while the module that owns them runs."""
+    import accelerate
+
+    batches = ids_of(), ids_of(2, 60)  # fewer tokens than rows, and more
+    expected = [logits(made(method), ids) for ids in batches]
+    model = accelerate.cpu_offload(made(method), execution_device=torch.device("cpu"))
+    for ids, wanted in zip(batches, expected, strict=True):
+        assert torch.equal(logits(model, ids), wanted)
+
+    model = made(method)
+    for table in tables(model):
+        kept = table.weight.data
+
+        def fetch(module: Any, args: Any, kept: Tensor = kept) -> None:
+            module.weight.data = kept
+
+        def put_away(module: Any, args: Any, output: Any) -> None:
+            module.weight.data = torch.empty(0)
+
+        table.register_forward_pre_hook(fetch)
+        table.register_forward_hook(put_away)
+        table.weight.data = torch.empty(0)
+    for ids, wanted in zip(batches, expected, strict=True):
+        assert torch.equal(logits(model, ids), wanted)
+
+
+def test_an_offloaded_table_is_made_in_host_memory() -> None:
+    from hfplug.modeling_patches.retoken.tables import TokenTable
+
+    like: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_meta=False)
+    assert TokenTable(4, 3, 1.0, 0, like, sparse=False, offload=True).weight.device == torch.device("cpu")
+
+
 def test_an_offloaded_table_that_was_loaded_elsewhere_is_refused() -> None:
     from hfplug.modeling_patches.retoken.tokens import check_place
 

@@ -20,7 +20,6 @@ from hfplug.modeling_patches.turboconn.reference import turboconn_reference
 from hfplug.modeling_patches.turboconn.state import ROLLBACK, feedback_of, width
 from hfplug.testing import models, patch_models
 
-GROUPS = (1, 3, 14, 20)
 LENGTH = 14
 
 
@@ -75,18 +74,19 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 # -- the definition ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["exact", "jacobi"])
-@pytest.mark.parametrize("size", GROUPS)
+@pytest.mark.parametrize("size", [1, 3, 10, 20])
 @pytest.mark.parametrize(
     "options", [{}, {"pairs": "dense", "gain": 0.5}, {"pairs": "sparse"}, {"pairs": ((3, 1), (1, 0)), "rank": 3}], ids=str
 )
-def test_both_ways_are_the_definition(options, size, way):
-    model = patched(group_size=size, prefill=way, **options)
+def test_both_ways_are_the_definition(options, size):
+    model, jacobi = (patched(group_size=size, prefill=way, **options) for way in ("exact", "jacobi"))
+    jacobi.load_state_dict(model.state_dict())  # of low rank, one factor starts at random
+    tokens = ids(length=10)
     with torch.no_grad():
-        gain = options.get("gain", 1.0)
-        expected, _ = turboconn_reference(stock(), ids(), weights_of(model), size, gain)
-    assert off(logits(model, ids()), expected) <= 1e-9
-    assert (off(expected, logits(stock(), ids())) > 1e-3) == (size < LENGTH)  # g >= N: the stock model
+        expected, _ = turboconn_reference(stock(), tokens, weights_of(model), size, options.get("gain", 1.0))
+    assert off(logits(model, tokens), expected) <= 1e-9
+    assert off(logits(jacobi, tokens), expected) <= 1e-9
+    assert (off(expected, logits(stock(), tokens)) > 1e-3) == (size < 10)  # g >= N: the stock model
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -263,7 +263,7 @@ def test_of_weights_that_are_elsewhere_nothing_is_known():
 def test_chunks_tokens_and_one_pass_agree(size, way, kind):
     model = patched(group_size=size, prefill=way)
     expected = logits(model, ids(), use_cache=False)
-    for sizes in ((14,), (1,) * 14, (5, 1, 1, 7), (2, 9, 3)):
+    for sizes in ((1,) * 14, (5, 1, 1, 7), (2, 9, 3)):
         cache: Any = {"dynamic": DynamicCache(config=model.config), "lazy": DynamicCache()}.get(kind)
         cache = StaticCache(config=model.config, max_cache_len=20) if cache is None else cache
         found, at = [], 0
@@ -308,7 +308,7 @@ def test_b42_two_questions_on_one_prefix():
     assert off(logits(model, ids(), cache=cache), logits(model, ids())) <= 1e-9
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [3])
 def test_a_crop_further_back_than_is_kept_is_refused_unless_announced(size):
     model = patched(group_size=size)
     tokens = ids(1, 100)
