@@ -92,7 +92,7 @@ class PatchContract(PatchFiles):
             handle.remove()  # twice does nothing
         assert torch.equal(self.logits(model, batch), expected)
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @over(FAMILIES)
     def test_removing_follows_the_model(self, family: str) -> None:
         """In another dtype than when it was patched: the stock model in that dtype, bit for bit."""
         import torch
