@@ -17,7 +17,7 @@ import wrapt
 
 from hfplug.errors import one_line
 from hfplug.ledger import Ledger
-from hfplug.plugins import strict
+from hfplug.plugins import catalogue, strict
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ SEAMS = (
     ("transformers.trainer", "hfplug.metrics"),
 )
 _ledgers: dict[str, Ledger] = {}
+_waiting: dict[str, None] = {}  # seams to activate as soon as no plugin is half imported
 
 
 @functools.cache
@@ -60,17 +61,42 @@ def _hook(seam: str, imported: str):  # type: ignore[no-untyped-def]
 
 
 def activate(seam: str) -> None:
-    """Run ``activate(ledger)`` of a seam module once per process; if it raises, nothing of it stays."""
+    """Run ``activate(ledger)`` of a seam module once per process; if it raises, nothing of it stays.
+
+    A method that imports peft or transformers may be the first to do so: what the seam would import of it then is half
+    imported. The seam waits for :func:`finish`, which is called where methods are used.
+    """
     module = importlib.import_module(seam)  # the first import of a seam activates it by its own hook
     if seam not in _ledgers:
+        if _half_imported():
+            _waiting[seam] = None
+            return
+        _waiting.pop(seam, None)
         ledger = Ledger(seam)
         with ledger.transaction():
             module.activate(ledger)
         _ledgers[seam] = ledger
 
 
+def finish() -> None:
+    """Activate the seams that wait, unless a plugin is still being imported."""
+    for seam in list(_waiting):
+        activate(seam)
+
+
+def _half_imported() -> bool:
+    """Whether the import of a plugin's module is going on, in this thread or another."""
+    homes = {entry.source.value.partition(":")[0].rpartition(".") for entry in catalogue().entries.values()}
+    roots = tuple(f"{parent or name}." for parent, _, name in homes)
+    return any(
+        f"{name}.".startswith(roots) and getattr(getattr(module, "__spec__", None), "_initializing", False)
+        for name, module in list(sys.modules.items())
+    )
+
+
 def deactivate() -> None:
     """Take every name hfplug registered out of Hugging Face again, for tests and notebooks."""
+    _waiting.clear()
     with contextlib.ExitStack() as undone:  # one that fails does not keep the others from it
         for seam in list(_ledgers):
             undone.callback(_ledgers.pop(seam).undo)

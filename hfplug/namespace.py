@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from hfplug import activation
 from hfplug.errors import nearest
 from hfplug.method import Kind, Method
 from hfplug.plugins import Entry, catalogue, load_dotted
@@ -26,7 +27,9 @@ def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Calla
             raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
         entry, dotted = found[name]
         entry.check()
-        return load_dotted(dotted)
+        value = load_dotted(dotted)
+        activation.finish()  # it may have been the first to import peft
+        return value
 
     def __dir__() -> list[str]:
         return sorted(names())
@@ -48,7 +51,9 @@ def lazy_method(method: Method, module: str) -> tuple[Callable[[str], Any], Call
             raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
         if (entry := catalogue().entries.get(method.name)) is not None:
             entry.check()
-        return load_dotted(found[name])
+        value = load_dotted(found[name])
+        activation.finish()
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[module]), *found})

@@ -28,7 +28,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, resol
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
-from hfplug import artefacts, optimization
+from hfplug import activation, artefacts, optimization
 from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest, one_line
 from hfplug.ledger import Ledger
 from hfplug.method import Kind
@@ -84,6 +84,7 @@ class PluginConfig(PeftConfig):
     )
 
     def __post_init__(self) -> None:
+        activation.finish()  # the module of this class may have been imported by its full name, before peft
         super().__post_init__()
         self.peft_type = PluginPeftType(self.method.upper())
         stored, entry = self.hfplug, catalogue().get(self.method, Kind.TUNER)

@@ -203,6 +203,27 @@ def test_names_are_valid_in_every_import_order_and_can_be_taken_back(order: str)
     assert off == "(False, ['DefaultFlowCallback'], 'stock')"
 
 
+FIRST_IMPORTS = {
+    "the namespace": "from hfplug.tuners import ULoraConfig",
+    "a configuration": "from hfplug.tuners.ulora.config import ULoraConfig",
+    "a tuner": "from hfplug.tuners.ulora.model import ULoraModel; from hfplug.tuners.ulora.config import ULoraConfig",
+    "what tuners share": "import hfplug.tuners.linear; from hfplug.tuners import ULoraConfig",
+}
+
+
+@pytest.mark.parametrize("first", sorted(FIRST_IMPORTS))
+def test_a_tuner_may_be_what_imports_peft(first: str) -> None:
+    """The seam would load methods of which one is half imported: it dropped them all."""
+    program = f"""
+{FIRST_IMPORTS[first]}
+ULoraConfig()
+import hfplug, peft
+print(hfplug.catalogue().problems, {{"ULORA", "BAYES_LORA", "MOLORA"}} - set(peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] set()"
+
+
 def test_b22_a_seam_that_fails_does_not_break_the_import_of_peft() -> None:
     code = """
 import torch.optim.optimizer as o
