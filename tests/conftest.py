@@ -6,8 +6,10 @@ inherited by the processes that tests start.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,23 @@ os.environ.update(
 collect_ignore = ["stranger_plugin"]
 for _name in ("HFPLUG_PLUGINS", "HFPLUG_DISABLE", "HFPLUG_STRICT"):
     os.environ.pop(_name, None)
+
+
+class _Shared:
+    """Finds ``*_kit.py`` and ``*_toys.py`` beside the tests that share them, without their folders on the path.
+
+    Only when they are asked for: they import torch, which many tests do not need.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> object:
+        if not name.endswith(("_kit", "_toys")) or "." in name:
+            return None
+        file = next(Path(__file__).parent.glob(f"*/{name}.py"), None)
+        return None if file is None else importlib.util.spec_from_file_location(name, file)
+
+
+sys.meta_path.append(_Shared)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from circle_kit import ALL, QWEN, TWO, batch_of, close, generated, logits, one_row, patch, rope_index, rotations, stock
 from torch import Tensor
 
 import hfplug
@@ -19,24 +19,6 @@ from hfplug.families import decoder_of
 from hfplug.modeling_patches.circle_rope.geometry import circle
 from hfplug.testing.patch import PatchContract
 from hfplug.testing.patch_models import FAMILIES, over
-
-_SPEC = importlib.util.spec_from_file_location("circle_kit", Path(__file__).with_name("circle_kit.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-kit: Any = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(kit)
-QWEN = kit.QWEN
-ALL = kit.ALL
-TWO = kit.TWO
-stock = kit.stock
-batch_of = kit.batch_of
-one_row = kit.one_row
-logits = kit.logits
-patch = kit.patch
-rope_index = kit.rope_index
-rotations = kit.rotations
-generated = kit.generated
-close = kit.close
 
 
 class TestContract(PatchContract):

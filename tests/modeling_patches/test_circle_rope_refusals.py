@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from circle_kit import ALL, QWEN, batch_of, logits, one_row, patch, rope_index, stock
 
 import hfplug
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.modeling_patches.circle_rope.distance import per_token_distance, ptd
 from hfplug.modeling_patches.circle_rope.geometry import circle
 from hfplug.testing.patch_models import FAMILIES
-
-_SPEC = importlib.util.spec_from_file_location("circle_kit", Path(__file__).with_name("circle_kit.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-kit: Any = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(kit)
-QWEN = kit.QWEN
-ALL = kit.ALL
-stock = kit.stock
-batch_of = kit.batch_of
-one_row = kit.one_row
-logits = kit.logits
-patch = kit.patch
-rope_index = kit.rope_index
-
 
 # -- videos ------------------------------------------------------------------------------------------------------------------
 

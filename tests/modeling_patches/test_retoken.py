@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from retoken_kit import OPTIONS, SOME, gradients, holders, ids_of, logits, made, stack_of, tables
 from torch import Tensor, nn
 
 import hfplug
@@ -20,22 +19,6 @@ from hfplug.modeling_patches.retoken.patch import _where
 from hfplug.modeling_patches.retoken.tables import mixture
 from hfplug.testing.kernels import assert_rms
 from hfplug.testing.patch_models import FAMILIES
-
-_spec = importlib.util.spec_from_file_location("retoken_kit", Path(__file__).with_name("retoken_kit.py"))
-assert _spec is not None
-assert _spec.loader is not None
-_kit: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_kit)
-OPTIONS, SOME, gradients, holders, ids_of, logits = (
-    _kit.OPTIONS,
-    _kit.SOME,
-    _kit.gradients,
-    _kit.holders,
-    _kit.ids_of,
-    _kit.logits,
-)
-made, stack_of, stirred, tables = _kit.made, _kit.stack_of, _kit.stirred, _kit.tables
-
 
 # -- the formulas ------------------------------------------------------------------------------------------------------------
 

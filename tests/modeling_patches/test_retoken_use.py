@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from retoken_kit import OPTIONS, SOME, gradients, holders, ids_of, logits, made, stack_of, stirred, tables
 from torch import Tensor
 
 import hfplug
@@ -19,22 +18,6 @@ from hfplug.modeling_patches import MoRT, ReToken, router_balance
 from hfplug.modeling_patches.retoken.loss import RouterBalance, RouterBalanceConfig, balance
 from hfplug.optimization import optimizer_groups
 from hfplug.testing.patch_models import FAMILIES
-
-_spec = importlib.util.spec_from_file_location("retoken_kit", Path(__file__).with_name("retoken_kit.py"))
-assert _spec is not None
-assert _spec.loader is not None
-_kit: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_kit)
-OPTIONS, SOME, gradients, holders, ids_of, logits = (
-    _kit.OPTIONS,
-    _kit.SOME,
-    _kit.gradients,
-    _kit.holders,
-    _kit.ids_of,
-    _kit.logits,
-)
-made, stack_of, stirred, tables = _kit.made, _kit.stack_of, _kit.stirred, _kit.tables
-
 
 # -- sparse gradients, host memory -------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from hfplug.modeling_patches import TurboConn
 from hfplug.modeling_patches.turboconn.reference import turboconn_reference
 from hfplug.modeling_patches.turboconn.state import ROLLBACK, feedback_of, width
 from hfplug.testing import models, patch_models
+from hfplug.testing.runs import off
 
 LENGTH = 14
 
@@ -65,10 +66,6 @@ def weights_of(model: Any) -> dict[tuple[int, int], torch.Tensor]:
                 full = part.get(f"weight_{source}")
                 found[source, target] = part[f"up_{source}"] @ part[f"down_{source}"] if full is None else full
     return found
-
-
-def off(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max())
 
 
 # -- the definition ------------------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -66,7 +63,6 @@ def kit():
 @pytest.fixture(scope="session")
 def molora():
     """The module ``molora_kit.py`` beside this file: LoRA folders for the tiny models, adapters made of them."""
-    spec = importlib.util.spec_from_file_location("molora_kit", Path(__file__).with_name("molora_kit.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    import molora_kit
+
+    return molora_kit
