@@ -12,13 +12,14 @@ import copy
 import json
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hfplug.testing import models
+from hfplug.testing.runs import off
 from hfplug.testing.tuner_files import TunerFilesContract, assert_equal_states
 from hfplug.testing.tuner_matrix import FAMILIES, TunerMatrixContract
 
@@ -97,31 +98,26 @@ class TunerContract(TunerFilesContract, TunerMatrixContract):
         """Left-padded greedy and beam search: the same tokens and scores with a cache and by recomputation."""
         import torch
 
-        model, batch = self.trained(models.TINY_MODELS[family]()).eval(), self.batch()
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][0, :3] = 0
-        shared: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "eos_token_id": None}
-        shared |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": models.PAD}
-        cached, plain = (model.generate(**batch, **shared, use_cache=use) for use in (True, False))
+        cached, plain = self._decoded(family, 3, {"use_cache": True}, num_beams=beams)
         assert torch.equal(cached.sequences, plain.sequences)
-        difference = max((a - b).abs().max().item() for a, b in zip(cached.logits, plain.logits, strict=True))
-        assert difference <= 1e-5, f"logits with a cache are off by {difference:.2e}"
+        _same_logits(cached, plain, "a cache")
 
     @pytest.mark.parametrize("padded", [False, True])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_static_cache_decoding_is_the_recomputed_one(self, family: str, padded: bool) -> None:
         """A preallocated cache: its unwritten places are attended to if anything makes transformers leave out the mask."""
+        _same_logits(*self._decoded(family, 3 * padded, {"cache_implementation": "static"}), "a static cache")
+
+    def _decoded(self, family: str, padding: int, cache: Mapping[str, Any], **settings: Any) -> tuple[Any, Any]:
+        """What a trained model generates with a cache and by recomputation; the first row has padding on its left."""
         import torch
 
         model, batch = self.trained(models.TINY_MODELS[family]()).eval(), self.batch()
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][0, : 3 * padded] = 0
+        batch["attention_mask"][0, :padding] = 0
         shared: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": models.PAD}
-        shared |= {"return_dict_in_generate": True, "output_logits": True}
-        cached = model.generate(**batch, **shared, cache_implementation="static")
-        plain = model.generate(**batch, **shared, use_cache=False)
-        difference = max((a - b).abs().max().item() for a, b in zip(cached.logits, plain.logits, strict=True))
-        assert difference <= 1e-5, f"logits with a static cache are off by {difference:.2e}"
+        shared |= {"return_dict_in_generate": True, "output_logits": True, **settings}
+        return model.generate(**batch, **shared, **cache), model.generate(**batch, **shared, use_cache=False)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -317,11 +313,11 @@ class TunerContract(TunerFilesContract, TunerMatrixContract):
         model = self.trained(models.TINY_MODELS[family](), **self.merge)
         expected = self.logits(model, batch)
         model.merge_adapter(safe_merge=True)
-        assert _off(self.logits(model, batch), expected) <= 1e-5, "merged"
+        assert off(self.logits(model, batch), expected) <= 1e-5, "merged"
         model.unmerge_adapter()
-        assert _off(self.logits(model, batch), expected) <= 1e-5, "unmerged"
+        assert off(self.logits(model, batch), expected) <= 1e-5, "unmerged"
         merged = model.merge_and_unload()
-        assert _off(self.logits(merged, batch), expected) <= 1e-5, "merged and unloaded"
+        assert off(self.logits(merged, batch), expected) <= 1e-5, "merged and unloaded"
         assert not any(self.method in name for name in merged.state_dict())
 
     def test_pickle(self) -> None:
@@ -341,8 +337,9 @@ class TunerContract(TunerFilesContract, TunerMatrixContract):
         return self.merge is not None and not self.merge
 
 
-def _off(found: Any, expected: Any) -> float:
-    return float((found - expected).abs().max())
+def _same_logits(cached: Any, plain: Any, what: str) -> None:
+    difference = max(off(a, b) for a, b in zip(cached.logits, plain.logits, strict=True))
+    assert difference <= 1e-5, f"logits with {what} are off by {difference:.2e}"
 
 
 def _snapshot(model: Any) -> dict[str, Any]:
