@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,30 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ATTRIBUTE = "_hfplug_calls"
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Names of the arguments that the forward of a module's class takes."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def named_arguments(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The arguments of a forward by name.
+
+    Args:
+        names: :func:`parameter_names` of the module, where they are at hand.
+    """
+    if not args:
+        return dict(kwargs)
+    return {**dict(zip(parameter_names(module) if names is None else names, args, strict=False)), **kwargs}
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The KV cache among the arguments of a forward, under its name or its older one."""
+    cache = arguments.get("cache")
+    return cache if cache is not None else arguments.get("past_key_values")
 
 
 class Call:
@@ -51,8 +75,7 @@ class Call:
         tokens = self.input_ids if self.input_ids is not None else arguments.get("inputs_embeds")
         shape: tuple[int, ...] = tuple(tokens.shape) if tokens is not None and tokens.dim() > 1 else (0, 0)
         self.batch, self.length = shape[:2]
-        cache = arguments.get("cache")
-        self.cache: Any = cache if cache is not None else arguments.get("past_key_values")
+        self.cache: Any = cache_of(arguments)
         length_of_cache = getattr(self.cache, "get_seq_length", None)
         self.past = int(length_of_cache()) if length_of_cache is not None else 0
         self.training = training
@@ -132,7 +155,7 @@ class CallScope:
         self._whole: set[str] = set()  # users whose code in the layers needs all tokens of a call at once
         self._cutters: set[str] = set()
         self._handles: list[Any] = []
-        self._signature: inspect.Signature | None = None
+        self._names: list[str] | None = None  # of the arguments of the stack
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_frame": None}
@@ -201,10 +224,9 @@ class CallScope:
         frame = self._frame
         frame.outer.append((frame.call, frame.recompute))
         frame.recompute = False
-        if self._signature is None:
-            self._signature = inspect.signature(type(module).forward)
-        names = list(self._signature.parameters)[1:]
-        frame.call = Call({**dict(zip(names, args, strict=False)), **kwargs}, module.training)
+        if self._names is None:
+            self._names = parameter_names(module)
+        frame.call = Call(named_arguments(module, args, kwargs, self._names), module.training)
         if module.training:
             self._follow_checkpoints()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hfplug.calls import token_stack
+from hfplug.calls import parameter_names, token_stack
 from hfplug.errors import HfplugError, UnsupportedError, nearest
 
 
@@ -238,7 +238,7 @@ def check_proven(decoder: Decoder) -> None:
         _check_reads(decoder, index, layer.get_submodule(family.attention), family.attention, [*family.projections])
         if family.mlp:
             _check_reads(decoder, index, layer.get_submodule(family.mlp), family.mlp, [*family.projections])
-        parameters = list(inspect.signature(inspect.unwrap(type(layer).forward)).parameters)[1:]
+        parameters = parameter_names(layer)
         if parameters[:1] != ["hidden_states"] or "attention_mask" not in parameters:
             raise UnsupportedError(_unproven(decoder, index, "", f"its forward takes {parameters}"))
 

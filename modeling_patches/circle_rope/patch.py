@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from hfplug.calls import cache_of, named_arguments
 from hfplug.errors import ConfigError, UnsupportedError, nearest
 from hfplug.families import Decoder, decoder_of
 from hfplug.ledger import Ledger
@@ -169,7 +170,7 @@ class CircleRope(ModelPatch):
 
     def _check_qwen(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Images whose positions would silently be stock ones are refused."""
-        call = _named(base, args, kwargs)
+        call = named_arguments(base, args, kwargs)
         encoded = call.get("mm_encoder_outputs") or {}
         seen = [call.get("pixel_values"), call.get("pixel_values_videos"), encoded.get("image"), encoded.get("video")]
         if all(each is None for each in seen):
@@ -182,7 +183,7 @@ class CircleRope(ModelPatch):
                     "take those of get_rope_index of the patched model"
                 )
             return
-        cache = call.get("cache") if call.get("cache") is not None else call.get("past_key_values")
+        cache = cache_of(call)
         names = ("input_ids", "mm_token_type_ids")
         missing = [n for n in names if call.get(n) is None]
         if call.get("image_grid_thw") is None and call.get("video_grid_thw") is None:
@@ -197,7 +198,7 @@ class CircleRope(ModelPatch):
 
     def _place_llava(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Position ids ``(4, batch, tokens)``: those of the text, then three rows of circles."""
-        call = _named(base, args, kwargs)
+        call = named_arguments(base, args, kwargs)
         if call.get("pixel_values") is None and (call.get("mm_encoder_outputs") or {}).get("image") is None:
             return None
         ids, positions, config = call.get("input_ids"), call.get("position_ids"), base.config
@@ -209,7 +210,7 @@ class CircleRope(ModelPatch):
             if call.get(name) not in (None, wanted := getattr(config, name)):
                 raise UnsupportedError(f"circle_rope: {name}={call[name]!r} is not {wanted!r}, that of the configuration")
         if positions is None:
-            cache = call.get("cache") if call.get("cache") is not None else call.get("past_key_values")
+            cache = cache_of(call)
             past = cache.get_seq_length() if cache is not None else 0
             positions = torch.arange(ids.shape[1], device=ids.device)[None] + past
         if positions.dim() != 2:
@@ -225,7 +226,7 @@ class CircleRope(ModelPatch):
 
     def _split(self, stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the stack the positions it knows; make the circle rotation for its layers."""
-        call = _named(stack, args, kwargs)
+        call = named_arguments(stack, args, kwargs)
         positions = call.get("position_ids")
         one_axis = not hasattr(stack.rotary_emb, "mrope_section")
         if positions is None or positions.dim() != 3 or positions.shape[0] not in ((4,) if one_axis else (6, 7)):
@@ -249,14 +250,6 @@ class CircleRope(ModelPatch):
 
     def _leave(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return (args, {k: v for k, v in kwargs.items() if k != _KEY}) if _KEY in kwargs else None
-
-
-def _named(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    if not args:
-        return dict(kwargs)
-    names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 # -- LLaVA: one axis becomes three -----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfplug.calls import Call, CallScope
+from hfplug.calls import Call, CallScope, named_arguments
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.modeling_patches.retoken.tables import Router, TokenTable
 from hfplug.modelpatch import PatchModule
@@ -77,8 +76,7 @@ class TokenReader(PatchModule):
 
     def enter(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a module that turns ids into embeddings itself (vision-language models)."""
-        names = list(inspect.signature(type(base).forward).parameters)[1:]
-        ids = {**dict(zip(names, args, strict=False)), **kwargs}.get("input_ids")
+        ids = named_arguments(base, args, kwargs).get("input_ids")
         self.outer.append(ids if ids is not None else (self.outer[-1] if self.outer else None))
 
     def leave(self, base: nn.Module, args: Any, output: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import threading
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from hfplug.calls import Call
+from hfplug.calls import Call, named_arguments, parameter_names
 from hfplug.errors import UnsupportedError
 from hfplug.modeling_patches.turboconn.connections import Connections
 from hfplug.modeling_patches.turboconn.pieces import Pieces, merged
@@ -60,7 +59,7 @@ class Driver:
         self.said: set[str] = set()
         self.targets = dict(targets)
         self.sources = {s for sources in targets.values() for s in sources}
-        self.names = list(inspect.signature(type(stack).forward).parameters)[1:]
+        self.names = parameter_names(stack)
         self._frame = _Frame()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +112,7 @@ class Driver:
         Raises:
             UnsupportedError: the cache was filled without TurboConn, or has no place for its state.
         """
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = named_arguments(self.stack, args, kwargs, self.names)
         if arguments.get("past_key_values") is not None and arguments.get("cache") is None:
             arguments["cache"] = arguments.pop("past_key_values")
         grad = torch.is_grad_enabled()
