@@ -108,7 +108,8 @@ class Touch:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def tensors_of(module: Any) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a module by name; one that is shared stands under each of its names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
@@ -124,8 +125,8 @@ class PatchLedger(Ledger):
         former = super().swap_module(root, path, new)
         head, _, name = path.rpartition(".")
         parent = root.get_submodule(head)
-        theirs = {id(t): n for n, t in _tensors(new)}
-        shared = {n: theirs[id(t)] for n, t in _tensors(former) if id(t) in theirs}
+        theirs = {id(t): n for n, t in tensors_of(new)}
+        shared = {n: theirs[id(t)] for n, t in tensors_of(former) if id(t) in theirs}
         dtypes = {n: p.dtype for n, p in parent.named_parameters() if p.is_floating_point() and not n.startswith(f"{name}.")}
         self.touches.append(Touch("swap", parent, name, type(former).__name__, new, former, shared, dtypes))
         return former
@@ -148,4 +149,4 @@ class PatchLedger(Ledger):
             self.touches.append(Touch("set", target, name))
 
 
-__all__ = ["WORKS_WITH", "ModelPatch", "PatchLedger", "PatchModule", "Touch"]
+__all__ = ["WORKS_WITH", "ModelPatch", "PatchLedger", "PatchModule", "Touch", "tensors_of"]

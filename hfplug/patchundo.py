@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hfplug.errors import LedgerError
-from hfplug.modelpatch import Touch
+from hfplug.modelpatch import Touch, tensors_of
 
 
 def check_on_top(name: str, touches: Sequence[Touch]) -> None:
@@ -61,7 +61,7 @@ def settle(method: str, stack: Any, exchanged: Sequence[tuple[Touch, nn.Module]]
     for touch, here in exchanged:
         for mine, theirs in touch.shared.items():
             _put(touch.old, mine, _get(here, theirs))
-    outside = {id(_get(t.old, path)) for t, _ in exchanged for path in _names(t.old) if path not in t.shared}
+    outside = {id(tensor) for t, _ in exchanged for path, tensor in tensors_of(t.old) if path not in t.shared}
     fresh: dict[int, tuple[nn.Module, str]] = {}
     for touch, _ in exchanged:
         inside = ((n, p) for n, p in touch.module.named_parameters() if n in touch.dtypes and id(p) not in outside)
@@ -69,8 +69,9 @@ def settle(method: str, stack: Any, exchanged: Sequence[tuple[Touch, nn.Module]]
         path, anchor = next(itertools.chain(inside, whole), ("", None))
         if anchor is None or anchor.is_meta:
             continue
-        for name in (n for n in _names(touch.old) if n not in touch.shared):
-            tensor = _get(touch.old, name)
+        for name, tensor in tensors_of(touch.old):
+            if name in touch.shared:
+                continue
             dtype = anchor.dtype if tensor.dtype == touch.dtypes.get(path) else tensor.dtype
             if tensor.is_meta:
                 empty = torch.empty_like(tensor, dtype=dtype, device=anchor.device)
@@ -88,11 +89,6 @@ def settle(method: str, stack: Any, exchanged: Sequence[tuple[Touch, nn.Module]]
             "first values that transformers gives them",
             stacklevel=3,
         )
-
-
-def _names(module: Any) -> list[str]:
-    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return [name for name, _ in pairs]
 
 
 def _owner(module: Any, path: str) -> Any:
