@@ -12,6 +12,14 @@ from hfplug.method import Kind, Method
 from hfplug.plugins import Entry, catalogue, load_dotted
 
 
+def _loaded(entry: Entry | None, dotted: str) -> Any:
+    if entry is not None:
+        entry.check()
+    value = load_dotted(dotted)
+    activation.finish()  # it may have been the first to import peft
+    return value
+
+
 def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``(__getattr__, __dir__)`` for the package ``module`` that is the home of one kind, fed by the catalogue."""
 
@@ -25,11 +33,7 @@ def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Calla
         found = names()
         if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
-        entry, dotted = found[name]
-        entry.check()
-        value = load_dotted(dotted)
-        activation.finish()  # it may have been the first to import peft
-        return value
+        return _loaded(*found[name])
 
     def __dir__() -> list[str]:
         return sorted(names())
@@ -49,11 +53,7 @@ def lazy_method(method: Method, module: str) -> tuple[Callable[[str], Any], Call
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
-        if (entry := catalogue().entries.get(method.name)) is not None:
-            entry.check()
-        value = load_dotted(found[name])
-        activation.finish()
-        return value
+        return _loaded(catalogue().entries.get(method.name), found[name])
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[module]), *found})
