@@ -32,6 +32,7 @@ SEAMS = (
 )
 _ledgers: dict[str, Ledger] = {}
 _waiting: dict[str, None] = {}  # seams to activate as soon as no plugin is half imported
+_busy: set[str] = set()  # seams that are being activated: what they import may be their own trigger
 
 
 @functools.cache
@@ -67,14 +68,18 @@ def activate(seam: str) -> None:
     imported. The seam waits for :func:`finish`, which is called where methods are used.
     """
     module = importlib.import_module(seam)  # the first import of a seam activates it by its own hook
-    if seam not in _ledgers:
+    if seam not in _ledgers and seam not in _busy:
         if _half_imported():
             _waiting[seam] = None
             return
         _waiting.pop(seam, None)
         ledger = Ledger(seam)
-        with ledger.transaction():
-            module.activate(ledger)
+        _busy.add(seam)
+        try:
+            with ledger.transaction():
+                module.activate(ledger)
+        finally:
+            _busy.discard(seam)
         _ledgers[seam] = ledger
 
 

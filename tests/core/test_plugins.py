@@ -224,6 +224,20 @@ print(hfplug.catalogue().problems, {{"ULORA", "BAYES_LORA", "MOLORA"}} - set(pef
     assert done.stdout.strip() == "[] set()"
 
 
+@pytest.mark.parametrize("module", ["hfplug.callbacks.sink_monitor.callback", "hfplug.losses.nitp.loss"])
+def test_a_seam_that_waited_is_activated_once(module: str) -> None:
+    """A seam that waited for a plugin imports its own trigger when its turn comes: the trigger must not activate it again."""
+    program = f"""
+import {module}
+from hfplug import activation
+activation.finish()
+import transformers.trainer
+print([c.__name__ for c in transformers.trainer.DEFAULT_CALLBACKS])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['DefaultFlowCallback', 'MetricsRelay']"
+
+
 def test_b22_a_seam_that_fails_does_not_break_the_import_of_peft() -> None:
     code = """
 import torch.optim.optimizer as o
