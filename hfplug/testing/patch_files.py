@@ -107,6 +107,7 @@ class PatchFiles(PatchRuns):
         assert torch.equal(self.logits(again, batch), self.logits(model, batch))
         assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
+    @pytest.mark.slow  # a fresh process imports everything again
     def test_a_folder_without_hfplug_is_refused(self, tmp_path: Path) -> None:
         """A stock process cannot load it, and the error says what to install."""
         model = self.patched(self.known())
@@ -117,6 +118,7 @@ class PatchFiles(PatchRuns):
         done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
         assert "REFUSED" in done.stdout, done.stdout + done.stderr
 
+    @pytest.mark.slow  # a fresh process imports everything again
     def test_b01_a_fresh_process_loads_the_model(self, tmp_path: Path) -> None:
         """By an Auto class first, which reads the configuration before any model code is there: the same bits."""
         import torch

@@ -173,6 +173,7 @@ class TunerFilesContract:
 
     # -- reload -------------------------------------------------------------------------------------------------------
 
+    @pytest.mark.slow  # a fresh process imports everything again
     def test_b01_a_fresh_process_loads_it_bit_for_bit(self, tmp_path: Path) -> None:
         """``import hfplug``, then every route; PEFT's enum of types and its file are as they were installed."""
         import base64
@@ -194,6 +195,7 @@ class TunerFilesContract:
         assert file.hash is not None
         assert digest == file.hash.value, "peft_types.py was edited"
 
+    @pytest.mark.slow  # a fresh process imports everything again
     def test_b03_without_the_plugin_an_error_says_what_to_install(self, tmp_path: Path) -> None:
         """hfplug imported, plugin disabled: plugin, distribution, version, install line. No hfplug: never plain LoRA."""
         import hfplug
@@ -379,6 +381,7 @@ class TunerFilesContract:
         assert "base_model" not in ModelCard.load(tmp_path / "memory" / "README.md").data.to_dict()
         assert "# Model Card" in text, "the card of a model without a name is garbled"
 
+    @pytest.mark.slow  # a fresh process imports everything again
     def test_b55_export_to_a_plain_lora(self, tmp_path: Path) -> None:
         """In a process without hfplug it loads and answers the same; or the export is refused and writes nothing."""
         import peft

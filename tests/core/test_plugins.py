@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-MANIFEST = '''
+MANIFEST = """
 from hfplug import Kind, Method, Paper, hookimpl
 PAPER = Paper(title="t", venue="v", url="u", fidelity="our reading")
 
@@ -22,7 +23,7 @@ def method(name, **more):
 @hookimpl
 def hfplug_methods():
     return [method("{name}")]
-'''
+"""
 
 
 class Site:
@@ -195,7 +196,11 @@ print(names())
 """
 
 
-@pytest.mark.parametrize("order", ORDERS)
+def _slow_but(names: Iterable[str], quick: set[str]) -> list[Any]:
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]  # each is a fresh process
+
+
+@pytest.mark.parametrize("order", _slow_but(ORDERS, {"hfplug first", "hfplug last"}))
 def test_names_are_valid_in_every_import_order_and_can_be_taken_back(order: str) -> None:
     done = subprocess.run([sys.executable, "-c", ORDERS[order] + REGISTRIES], capture_output=True, text=True, check=True)
     on, off = done.stdout.strip().splitlines()
@@ -211,7 +216,7 @@ FIRST_IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("first", sorted(FIRST_IMPORTS))
+@pytest.mark.parametrize("first", _slow_but(FIRST_IMPORTS, {"the namespace"}))
 def test_a_tuner_may_be_what_imports_peft(first: str) -> None:
     """The seam would load methods of which one is half imported: it dropped them all."""
     program = f"""
@@ -224,11 +229,10 @@ print(hfplug.catalogue().problems, {{"ULORA", "BAYES_LORA", "MOLORA"}} - set(pef
     assert done.stdout.strip() == "[] set()"
 
 
-@pytest.mark.parametrize("module", ["hfplug.callbacks.sink_monitor.callback", "hfplug.losses.nitp.loss"])
-def test_a_seam_that_waited_is_activated_once(module: str) -> None:
+def test_a_seam_that_waited_is_activated_once() -> None:
     """A seam that waited for a plugin imports its own trigger when its turn comes: the trigger must not activate it again."""
-    program = f"""
-import {module}
+    program = """
+import hfplug.callbacks.sink_monitor.callback
 from hfplug import activation
 activation.finish()
 import transformers.trainer
