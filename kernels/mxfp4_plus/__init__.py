@@ -1,0 +1,1 @@
+"""MXFP4 with overflow-aware scaling and macro block scaling."""
