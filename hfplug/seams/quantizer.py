@@ -31,7 +31,7 @@ import copy
 import functools
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -62,6 +62,14 @@ class QuantizerConfig(QuantizationConfigMixin):
 
     method: ClassVar[str]
     hidden_options: ClassVar[tuple[str, ...]] = ("hfplug",)
+    loading_options: ClassVar[tuple[str, ...]] = ("dequantize",)
+    """What does not concern how weights are stored, so that it can be chosen anew for a packed folder."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # What a user asked for by name must not be told from a default by its value.
+        made = super().__new__(cls)
+        vars(made)["_asked"] = {*kwargs, *(f.name for f, _ in zip([f for f in fields(cls) if f.init], args, strict=False))}
+        return made
 
     quant_method: str = field(default="", init=False)
     modules_to_not_convert: list[str] | None = field(
@@ -86,6 +94,11 @@ class QuantizerConfig(QuantizationConfigMixin):
             artefacts.check_record(self.hfplug, f"the {self.method} configuration")
         self.hfplug = artefacts.record(entry)
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """The options that were given, whatever their values."""
+        return frozenset(vars(self)["_asked"])
+
     def require(self, *checks: tuple[str, bool, str]) -> None:
         """Check options: for each its name, whether it is right, and what is allowed.
 
@@ -106,7 +119,7 @@ class QuantizerConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What is written to config.json: everything but ``dequantize``, which is about one loading."""
-        return {k: copy.deepcopy(v) for k, v in vars(self).items() if k != "dequantize"}
+        return {k: copy.deepcopy(v) for k, v in vars(self).items() if k not in ("dequantize", "_asked")}
 
     def with_loading_options(self, asked: QuantizerConfig) -> QuantizerConfig:
         """This configuration of a packed checkpoint, with what may be asked anew for one loading.
@@ -114,14 +127,15 @@ class QuantizerConfig(QuantizationConfigMixin):
         Raises:
             ConfigError: another format is asked for than the one the weights are stored in.
         """
-        own, wanted, default = self.to_dict(), asked.to_dict(), type(self)().to_dict()
-        for name in own.keys() - {"hfplug", "modules_to_not_convert"}:
-            if wanted[name] not in (own[name], default[name]):
+        for name in sorted(asked.asked - {"hfplug", "quant_method"}):
+            own, wanted = getattr(self, name), getattr(asked, name)
+            if name in self.loading_options:
+                setattr(self, name, wanted)
+            elif own != wanted and not (name == "modules_to_not_convert" and set(wanted or ()) <= set(own or ())):
                 raise ConfigError(
-                    f"the weights are stored with {name}={own[name]!r} and cannot be read with {name}={wanted[name]!r}; leave "
-                    "quantization_config out, or quantise the model in full precision anew"
+                    f"the weights are stored with {name}={own!r} and cannot be read with {name}={wanted!r}; leave it out, or "
+                    f"quantise the model in full precision anew. A packed folder lets choose: {', '.join(self.loading_options)}"
                 )
-        self.dequantize = asked.dequantize
         return self
 
 
@@ -188,6 +202,10 @@ class PluginQuantizer(HfQuantizer):
         path, _, name = param_name.rpartition(".")
         return name == "weight" and isinstance(model.get_submodule(path), PackedLinear)
 
+    def pack(self, name: str, module: PackedLinear, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of one layer from its weight in full precision; override it where that needs more than the weight."""
+        return module.pack(weight, module.config)
+
     def get_quantize_ops(self) -> Any:
         return _Pack(self)
 
@@ -214,7 +232,7 @@ class PluginQuantizer(HfQuantizer):
         bits = sum(m.bits_per_weight * m.in_features * m.out_features for m in packed) / weights
         how = self.linear_cls.execution(self.quantization_config)
         if self.quantization_config.dequantize:
-            how = "dequantised: ordinary layers with the rounded weights, no memory is saved"
+            how = "dequantised: ordinary layers with the rounded weights, inputs as they are, no memory saved"
         left = ", ".join(self.quantization_config.modules_to_not_convert or [])
         return f"{self.method}: {len(packed)} linear modules of {bits:.4g} bits per weight, {how}; left alone: {left}"
 
@@ -274,7 +292,7 @@ class _Pack(ConversionOps):
         module = model.get_submodule(path)
         if tuple(weight.shape) != (module.out_features, module.in_features):
             raise ConfigError(f"{full_layer_name} is {tuple(weight.shape)}, expected {(module.out_features, module.in_features)}")
-        packed = module.pack(weight, module.config)
+        packed = self.hf_quantizer.pack(path, module, weight)
         return {f"{path}.{name}": nn.Parameter(tensor, requires_grad=False) for name, tensor in packed.items()}
 
 
