@@ -205,12 +205,18 @@ def train_sft(run: Mapping[str, Any] | str | Path) -> TrainResult:
     Raises:
         ConfigError: the run file is wrong; raised before a model is loaded.
     """
+    from hfplug.report import update_facts
+
     parsed = parse_sft(read_run(run) if isinstance(run, (str, Path)) else run)
     trainer = build_sft_trainer(parsed)
     training = parsed.arguments["training"]
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.save_state()
+    for choice in parsed.plugins.get("quantizer", []):
+        quantizer = getattr(trainer.model, "hf_quantizer", None)
+        how = f"{choice.name}: dequantised" if quantizer is None else quantizer.summary(trainer.model)
+        update_facts(Path(training.output_dir), {"weights": how})
     metrics = {k: v for entry in trainer.state.log_history for k, v in entry.items() if isinstance(v, (int, float))}
     return TrainResult(trainer, Path(training.output_dir), metrics)
 

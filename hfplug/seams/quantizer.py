@@ -178,6 +178,7 @@ class PluginQuantizer(HfQuantizer):
                         f"{nearest(pattern, [*parts, *names])}; names: {sorted(parts)}"
                     )
         always = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        always = [name.removesuffix(".bias") for name in always]  # of the last module transformers names the last tensor
         if self.pre_quantized:
             stored = _packed_in(checkpoint_files)
             always = [name for name in always if not any(p == name or p.endswith(f".{name}") for p in stored)]

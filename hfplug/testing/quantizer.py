@@ -185,6 +185,7 @@ class QuantizerContract(QuantizerAdapters):
     def test_modules_are_left_alone(self, tmp_path: Path) -> None:
         """By name, also after saving; one that is not there is an error; the configuration of the user is not written to."""
         import torch
+        import transformers
 
         from hfplug.errors import ConfigError
 
@@ -205,7 +206,9 @@ class QuantizerContract(QuantizerAdapters):
         assert torch.equal(model.model.layers[1].mlp.up_proj.weight, stock.model.layers[1].mlp.up_proj.weight)
         with self.quiet():
             model.save_pretrained(tmp_path / "left")
+            base = transformers.AutoModel.from_pretrained(tmp_path / "left")
         self.same(model, self.load(tmp_path / "left", None))
+        self.same(model.model, base)  # whose names lack the prefix that one of the patterns has
         with pytest.raises(ConfigError, match=r"'dwn_proj'.*'down_proj'"):
             self.load(tmp_path / "full", self.config(modules_to_not_convert=["dwn_proj"]))
 

@@ -17,7 +17,7 @@ from transformers.quantizers import auto
 from hfplug.artefacts import quantizer_record
 from hfplug.errors import ConfigError, HfplugError, LedgerError, MissingPluginError, UnsupportedError
 from hfplug.ledger import Ledger
-from hfplug.packed import PackedLinear
+from hfplug.packed import PackedLinear, packed_modules
 from hfplug.seams.quantizer import register
 from hfplug.testing import models
 
@@ -181,3 +181,52 @@ def test_the_dtype_asked_for_and_a_config_that_is_reused(tmp_path: Path) -> None
         assert config.modules_to_not_convert is None
         assert two.dequantize(torch.bfloat16).model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
         two.save_pretrained(tmp_path / "plain")  # writes its dtype as a string
+
+
+def test_routers_of_experts_are_left_alone(tmp_path: Path) -> None:
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16, decoder_sparse_step=1,
+    )  # fmt: skip
+    transformers.Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "full")
+    with installed():
+        model = load(tmp_path / "full", quantization_config=ToyConfig())
+        names = {name.rpartition(".")[2] for name in packed_modules(model)}
+        assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        assert type(model.model.layers[0].mlp.shared_expert_gate) is nn.Linear
+        model.save_pretrained(tmp_path / "packed")
+        again = load(tmp_path / "packed")
+        ids = torch.arange(3, 12)[None]
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_folder_of_one_class_is_read_by_another_whose_last_module_is_packed_there(tmp_path: Path) -> None:
+    """BERT's pooler is the last module of the bare model, and is packed in a classifier's folder; a new head stays whole."""
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_labels=3
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "full")
+    with installed():
+        model = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "full", quantization_config=ToyConfig())
+        assert type(model.classifier) is nn.Linear
+        assert "bert.pooler.dense" in packed_modules(model)
+        model.save_pretrained(tmp_path / "packed")
+        bare = transformers.BertModel.from_pretrained(tmp_path / "packed")
+        assert all(torch.equal(t, bare.state_dict()[n]) for n, t in model.bert.state_dict().items())
+        asked = transformers.BertForQuestionAnswering.from_pretrained(tmp_path / "packed")
+        assert type(asked.qa_outputs) is nn.Linear
+        assert asked.qa_outputs.weight.isfinite().all()
+
+
+def test_device_maps_and_pefts_preparation(tmp_path: Path) -> None:
+    import peft
+
+    folder = saved(tmp_path)
+    with installed():
+        model = load(folder, quantization_config=ToyConfig(), device_map={"": "cpu"})
+        ids = torch.arange(3, 12)[None]
+        expected = load(folder, quantization_config=ToyConfig())(ids).logits
+        assert torch.equal(model(ids).logits, expected)
+        model.save_pretrained(tmp_path / "packed")
+        assert torch.equal(load(tmp_path / "packed", device_map={"": "cpu"})(ids).logits, expected)
+        assert torch.equal(peft.prepare_model_for_kbit_training(model)(ids).logits, expected)

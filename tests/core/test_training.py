@@ -214,13 +214,19 @@ def test_a_run_trains_an_adapter_on_packed_weights(tiny_run: dict[str, Any]) -> 
     import torch
 
     from hfplug.packed import packed_modules
+    from hfplug.report import write_report
 
     run = {k: v for k, v in tiny_run.items() if k != "dataset_name"}
     run["plugins"] = {
         "quantizer": {"type": "mxfp4_plus", "scale": "even"},
         "tuner": {"type": "ulora", "r": 4, "target_modules": "all-linear"},
     }
-    model = training.train_sft(run).trainer.model.eval()
+    result = training.train_sft(run)
+    model = result.trainer.model.eval()
+    facts = json.loads((result.output_dir / "hfplug_run.json").read_text())
+    assert facts["weights"].startswith("mxfp4_plus: 14 linear modules")
+    assert "emulated" in facts["weights"]
+    assert "emulated" in write_report(result.output_dir).read_text()
     packed = packed_modules(model)
     assert len(packed) == 14
     assert {m.config.scale for m in packed.values()} == {"even"}
