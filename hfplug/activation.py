@@ -24,10 +24,12 @@ logger = logging.getLogger(__name__)
 # Seams are per kind, not per method: this table grows only with a new way into the Hugging Face stack.
 SEAMS = (
     ("peft", "hfplug.seams.patch_adapters"),
+    ("peft", "hfplug.seams.quantizer_adapters"),
     ("peft", "hfplug.seams.tuner"),
-    ("transformers.configuration_utils", "hfplug.seams.patch_gate"),
+    ("transformers.configuration_utils", "hfplug.seams.gate"),
     ("transformers.modeling_utils", "hfplug.seams.attention"),
     ("transformers.modeling_utils", "hfplug.seams.patch"),
+    ("transformers.quantizers.auto", "hfplug.seams.quantizer"),
     ("transformers.trainer", "hfplug.metrics"),
 )
 _ledgers: dict[str, Ledger] = {}

@@ -91,6 +91,13 @@ def patch_records(config: Any) -> list[dict[str, Any]]:
     return [dict(r) for r in section]
 
 
+def quantizer_record(config: Any) -> dict[str, Any] | None:
+    """The record in the ``quantization_config`` of a model's configuration; ``None`` where no plugin quantised the model."""
+    section = getattr(config, "quantization_config", None)
+    stored = section.get(KEY) if isinstance(section, Mapping) else getattr(section, KEY, None)
+    return dict(stored) if isinstance(stored, Mapping) else None
+
+
 def is_local_path(name: str) -> bool:
     """Whether a model name is a path of some machine rather than a hub id (``org/name`` or ``name``).
 

@@ -25,7 +25,7 @@ SECTIONS = {
     "trainer": (Kind.TRAINER, False),
     "callbacks": (Kind.CALLBACK, True),
 }
-_SUPPORTED = {"tuner", "attention", "patches", "loss", "callbacks"}
+_SUPPORTED = {"tuner", "attention", "quantizer", "patches", "loss", "callbacks"}
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,26 @@ def parse_sft(run: Mapping[str, Any]) -> Run:
             # By parts of the model it may be said twice: {"text_config": "muse", "vision_config": "sdpa"}.
             if choice.name not in (value.values() if isinstance(value, Mapping) else (value or choice.name,)):
                 raise ConfigError(f"{where}={value!r} asks for another attention than plugins.attention={choice.name!r}")
-    if plugins.get("patches") and (built["model"].load_in_4bit or built["model"].load_in_8bit):
+    packed = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(built["model"], name)]
+    if plugins.get("patches") and packed:
         raise ConfigError("plugins.patches with load_in_4bit or load_in_8bit: patches are put on full-precision weights alone")
+    if plugins.get("quantizer"):
+        _check_quantizer(plugins, built, packed)
     return Run(built, plugins)
+
+
+def _check_quantizer(plugins: Mapping[str, Sequence[Choice]], built: Mapping[str, Any], packed: Sequence[str]) -> None:
+    choice = plugins["quantizer"][0]
+    if packed or "quantization_config" in (built["training"].model_init_kwargs or {}):
+        other = packed[0] if packed else "model_init_kwargs.quantization_config"
+        raise ConfigError(f"{other} and plugins.quantizer={choice.name!r} both quantise the model; choose one")
+    if plugins.get("patches"):
+        raise ConfigError("plugins.patches with plugins.quantizer: patches are put on full-precision weights alone")
+    if not (plugins.get("tuner") or built["model"].use_peft or choice.config.dequantize):
+        raise ConfigError(
+            f"plugins.quantizer={choice.name!r} packs the weights, which are not trained then; add plugins.tuner or use_peft, or "
+            "set its dequantize to true"
+        )
 
 
 def parse_plugins(section: Mapping[str, Any]) -> dict[str, list[Choice]]:
@@ -188,12 +205,18 @@ def train_sft(run: Mapping[str, Any] | str | Path) -> TrainResult:
     Raises:
         ConfigError: the run file is wrong; raised before a model is loaded.
     """
+    from hfplug.report import update_facts
+
     parsed = parse_sft(read_run(run) if isinstance(run, (str, Path)) else run)
     trainer = build_sft_trainer(parsed)
     training = parsed.arguments["training"]
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.save_state()
+    for choice in parsed.plugins.get("quantizer", []):
+        quantizer = getattr(trainer.model, "hf_quantizer", None)
+        how = f"{choice.name}: dequantised" if quantizer is None else quantizer.summary(trainer.model)
+        update_facts(Path(training.output_dir), {"weights": how})
     metrics = {k: v for entry in trainer.state.log_history for k, v in entry.items() if isinstance(v, (int, float))}
     return TrainResult(trainer, Path(training.output_dir), metrics)
 
@@ -226,6 +249,7 @@ def build_sft_trainer(run: Run) -> Any:
     split = script.dataset_test_split
     if evaluate and split not in data:
         raise ConfigError(f"evaluation is on but the data has no split {split!r}{nearest(split, data)}; splits: {sorted(data)}")
+    quantizer = run.plugins.get("quantizer", [])
     loaded, processing = _patched(run) if run.plugins.get("patches") else (resolve_model(model.model_name_or_path), None)
     trainer = SFTTrainer(
         model=loaded,
@@ -233,7 +257,7 @@ def build_sft_trainer(run: Run) -> Any:
         args=training,
         train_dataset=data[script.dataset_train_split],
         eval_dataset=data[split] if evaluate else None,
-        quantization_config=get_quantization_config(model),
+        quantization_config=quantizer[0].config if quantizer else get_quantization_config(model),
         peft_config=peft_config,
         callbacks=[load(c.name, Kind.CALLBACK)(c.config) for c in run.plugins.get("callbacks", [])],
     )

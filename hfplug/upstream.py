@@ -47,6 +47,7 @@ _FOLLOW_API = "caches tell when their rows or tokens change"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
 _PATCH_API = "transformers builds a model with changes that its configuration records"
 _LOSS_API = "Trainer offers added loss terms"
+_QUANTIZER_API = "transformers takes a registered quantizer out again, and refuses a folder whose quantizer is missing"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
 UPSTREAM = (
@@ -76,7 +77,7 @@ UPSTREAM = (
     ),
     Upstream("peft.tuners.tuners_utils:_get_in_out_features", "ulora", _PEFT_API, ("module",)),
     Upstream("peft.tuners._buffer_dict:BufferDict", "ulora", "PEFT makes BufferDict public", ("persistent",)),
-    Upstream("peft.utils:resolve_quantization_backend", "ulora", "listed as stable by PEFT"),
+    Upstream("peft.utils:resolve_quantization_backend", "quantizer seam", "listed as stable by PEFT"),
     Upstream("peft.utils.other:get_pattern_key", "merge seam", _PEFT_API, ("pattern_keys", "key_to_match")),
     Upstream("transformers.cache_utils:DummyLayer", "ulora, turboconn", "caches take third-party state layers"),
     Upstream(
@@ -150,6 +151,51 @@ UPSTREAM = (
     Upstream("transformers.cache_utils:Cache.crop", "recording", _FOLLOW_API, ("tokens_to_remove",)),
     Upstream("transformers.cache_utils:Cache.batch_repeat_interleave", "recording", _FOLLOW_API, ("repeats",)),
     Upstream("transformers.cache_utils:Cache.batch_select_indices", "recording", _FOLLOW_API, ("indices",)),
+    Upstream("transformers.quantizers.auto:AUTO_QUANTIZER_MAPPING", "quantizer seam", _QUANTIZER_API),
+    Upstream("transformers.quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING", "quantizer seam", _QUANTIZER_API),
+    Upstream(
+        "transformers.quantizers.auto:AutoHfQuantizer.supports_quant_method", "quantizer seam", _QUANTIZER_API,
+        ("quantization_config_dict",),
+    ),
+    Upstream(
+        "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs", "quantizer seam", _QUANTIZER_API,
+        ("quantization_config", "quantization_config_from_args"),
+    ),
+    Upstream(
+        "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading", "quantizer seam", _QUANTIZER_API,
+        ("model",),
+    ),
+    Upstream(
+        "transformers.quantizers.base:HfQuantizer._process_model_after_weight_loading", "quantizer seam", _QUANTIZER_API,
+        ("model",),
+    ),
+    Upstream("transformers.quantizers.base:HfQuantizer._dequantize", "quantizer seam", _QUANTIZER_API, ("model", "dtype")),
+    Upstream(
+        "transformers.quantizers.base:HfQuantizer.get_modules_to_not_convert", "quantizer seam", _QUANTIZER_API,
+        ("model", "skip_modules", "keep_in_fp32_modules"),
+    ),
+    Upstream(
+        "transformers.quantizers.quantizers_utils:should_convert_module", "quantizer seam", _QUANTIZER_API,
+        ("full_name", "patterns"),
+    ),
+    Upstream("transformers.core_model_loading:ConversionOps.convert", "quantizer seam", _QUANTIZER_API, ("input_dict",)),
+    Upstream(
+        "transformers.core_model_loading:set_param_for_module", "quantizer seam",
+        "transformers tells a quantizer which tensors a checkpoint lacked (it marks those it set _is_hf_initialized)",
+    ),
+    Upstream("peft.utils.quantization_utils:QuantizationBackend", "quantizer seam", _PEFT_API),
+    Upstream("peft.utils.quantization_utils:resolve_quantization_backend", "quantizer seam", _PEFT_API, ("base_layer",)),
+    Upstream(
+        "peft.tuners.lora.model:dispatch_default", "quantizer seam", _PEFT_API,
+        ("target", "adapter_name", "config", "parameter_name"),
+    ),
+    Upstream("peft.tuners.lora:Linear.lora_variants", "quantizer seam", _PEFT_API),
+    Upstream(
+        "peft.tuners.lora:Linear.update_layer", "quantizer seam", _PEFT_API, ("adapter_name", "r", "lora_alpha", "config")
+    ),
+    Upstream(
+        "peft.tuners.tuners_utils:_maybe_include_all_linear_layers", "quantizer seam", _PEFT_API, ("peft_config", "model")
+    ),
     Upstream("transformers.modeling_utils:PreTrainedModel.post_init", "patch seam", _PATCH_API),
     Upstream(
         "transformers.modeling_utils:PreTrainedModel._initialize_weights", "patch seam", _PATCH_API, ("module", "is_custom_code")

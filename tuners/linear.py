@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
-from peft.utils import resolve_quantization_backend
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.packed_adapters import backend_of
 from hfplug.seams.tuner import PluginConfig
 
 
@@ -85,7 +85,7 @@ class TunerLinear(nn.Module, BaseTunerLayer):
         self.base_layer = base_layer
         self.key = key
         base = self.get_base_layer()
-        self.quantization_backend = resolve_quantization_backend(base)
+        self.quantization_backend = backend_of(base)
         if not isinstance(base, (nn.Linear, Conv1D)) and self.quantization_backend is None:
             raise UnsupportedError(
                 f"{self.method}: {key!r} is a {type(base).__name__}; supported: nn.Linear, Conv1D and quantised linears known "

@@ -15,7 +15,7 @@ A run folder is any output folder of a Trainer. Read from it:
          "seconds": {"training": 180.2, "everything": 251.0},
          "evaluation": {"before": {"loss": 3.1, "perplexity": 22.2}, "after": {...}, "reloaded": {...}},
          "samples": [{"question": "...", "before": "...", "after": "...", "reloaded": "..."}],
-         "notes": ["..."]}
+         "weights": "mxfp4_plus: 210 linear modules of 4.5 bits per weight, emulated: ...", "notes": ["..."]}
 
 ``adapter_model.safetensors``, ``adapter_config.json``
     The utilisation statistics of a U-LoRA adapter, also looked for in the last checkpoint.

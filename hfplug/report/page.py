@@ -166,6 +166,7 @@ def _facts(run: Run, plugins: Sequence[Mapping[str, Any]]) -> str:
     if (everything := _number(_get(facts, "seconds", "everything"))) is not None:
         rows.append(("Time from start to report", _duration(everything)))
     rows.append(("Optimiser steps", _last(_all_steps(run))))
+    rows += [("Weights", weights) for weights in [facts.get("weights")] if weights]
     rows += [("Note", note) for note in _list(facts.get("notes"))]
     versions = facts.get("versions")
     if isinstance(versions, Mapping):

@@ -27,7 +27,7 @@ Here is what enters transformers, all of it through the ledger:
 * ``PreTrainedModel.save_pretrained``: the configuration written says which patches are on the model, also where they were given
   to a part of it.
 
-The gate of saved folders is in :mod:`hfplug.seams.patch_gate`, adapters in :mod:`hfplug.seams.patch_adapters`.
+The gate of saved folders is in :mod:`hfplug.seams.gate`, adapters in :mod:`hfplug.seams.patch_adapters`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import peft.mapping
 import torch
 from peft.config import PeftConfig, PeftConfigMixin
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, resolve_quantization_backend
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
@@ -33,6 +33,7 @@ from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest, o
 from hfplug.ledger import Ledger
 from hfplug.method import Kind
 from hfplug.options import build
+from hfplug.packed_adapters import backend_of
 from hfplug.plugins import Entry, catalogue, load
 from hfplug.probing import evaluating, probe_ids
 
@@ -255,7 +256,7 @@ class PluginTuner(BaseTuner):
         """Refuse to merge an adapter of a layer by raising; called for every layer before any weight is changed."""
         if hasattr(layer, "check_merge"):
             layer.check_merge(adapter_name, self.peft_config[adapter_name])
-        elif resolve_quantization_backend(layer.get_base_layer()) is not None:
+        elif backend_of(layer.get_base_layer()) is not None:
             raise UnsupportedError(
                 f"{self.method}: merging into a quantised base is not supported by this tuner, whatever merge_quantized says"
             )

@@ -344,7 +344,7 @@ def test_everything_in_transformers_can_be_taken_back() -> None:
         return ["hfplug" in f.__code__.co_filename for f in changed]
 
     assert all(ours())
-    seams = ("hfplug.seams.patch", "hfplug.seams.patch_gate")
+    seams = ("hfplug.seams.patch", "hfplug.seams.gate")
     try:
         for seam in seams:
             activation._ledgers.pop(seam).undo()

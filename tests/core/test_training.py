@@ -204,3 +204,50 @@ def test_a_run_patches_the_model_and_saves_what_comes_back_patched(tiny_run: dic
     assert done.returncode == 0, done.stderr
     line = next(x for x in done.stdout.splitlines() if x.startswith("LOGITS "))
     assert json.loads(line.removeprefix("LOGITS ")) == here.double().flatten().tolist()
+
+
+def test_a_run_trains_an_adapter_on_packed_weights(tiny_run: dict[str, Any]) -> None:
+    import torch
+
+    from hfplug.packed import packed_modules
+    from hfplug.report import write_report
+
+    run = {k: v for k, v in tiny_run.items() if k != "dataset_name"}
+    run["plugins"] = {
+        "quantizer": {"type": "mxfp4_plus", "scale": "even"},
+        "tuner": {"type": "ulora", "r": 4, "target_modules": "all-linear"},
+    }
+    result = training.train_sft(run)
+    model = result.trainer.model.eval()
+    facts = json.loads((result.output_dir / "hfplug_run.json").read_text())
+    assert facts["weights"].startswith("mxfp4_plus: 14 linear modules")
+    assert "emulated" in facts["weights"]
+    assert "emulated" in write_report(result.output_dir).read_text()
+    packed = packed_modules(model)
+    assert len(packed) == 14
+    assert {m.config.scale for m in packed.values()} == {"even"}
+    ids = torch.tensor([[1, 5, 9, 12]])
+    with torch.no_grad(), model.disable_adapter():
+        base = model(ids).logits
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, base)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"load_in_4bit": True}, ["load_in_4bit", "'mxfp4_plus'", "choose one"]),
+        ({"model_init_kwargs": {"quantization_config": {}}}, ["model_init_kwargs.quantization_config", "choose one"]),
+        ({"plugins": {"quantizer": "mxfp4_plus", "patches": "simplenorm"}}, ["plugins.patches", "plugins.quantizer"]),
+        ({"plugins": {"quantizer": "mxfp4_plus"}}, ["plugins.tuner", "use_peft", "dequantize"]),
+        ({"plugins": {"quantizer": {"type": "mxfp4_plus", "blok": 32}, "tuner": "ulora"}}, ["'blok'", "'block'"]),
+        ({"plugins": {"quantizer": {"type": "mxfp4_plus", "scale": "evn"}, "tuner": "ulora"}}, ["'evn'", "'even'"]),
+        ({"plugins": {"quantizer": "ulora"}}, ["'ulora'", "tuner", "quantizer"]),
+    ],
+)
+def test_b22_quantizers_that_do_not_fit_are_refused_before_anything_is_loaded(changes: dict[str, Any], words: list[str]) -> None:
+    run = {**GOOD, "plugins": {"quantizer": "mxfp4_plus", "tuner": "ulora"}, **changes}
+    with pytest.raises(ConfigError) as caught:
+        training.parse_sft(run)
+    for word in words:
+        assert word in str(caught.value)
