@@ -197,8 +197,8 @@ class MethodLayer(CacheLayerMixin):
             raise ConfigError(f"crop({tokens_to_remove}): a number of tokens to take back is negative or 0")
         if self.length and -tokens_to_remove > self.removable():
             raise UnsupportedError(
-                f"{self.method}: crop({tokens_to_remove}) would take back tokens that are quantised already and could not be stored "
-                f"again as they were; the last {self.removable()} can go. Copy the cache before a turn that may be undone"
+                f"{self.method}: crop({tokens_to_remove}) would take back tokens that are quantised already and "
+                f"could not be stored again as they were; the last {self.removable()} can go. Copy the cache before a turn that may be undone"
             )
 
     def offload(self) -> None:
@@ -240,7 +240,7 @@ class MethodLayer(CacheLayerMixin):
             if part.shape[1]:
                 if rows % part.shape[0]:
                     raise ConfigError(
-                        f"{self.method}: padding() was given a mask of {part.shape[0]} rows, the keys have {rows}, which is no multiple"
+                        f"{self.method}: padding() got a mask of {part.shape[0]} rows, the keys have {rows}, which is no multiple"
                     )
                 part = part.to(self.device).repeat_interleave(rows // part.shape[0], dim=0)
                 real = torch.nn.functional.pad(part, (0, new - part.shape[1]), value=True)
@@ -383,12 +383,11 @@ class MethodCache(Cache):
         for layer in self.layers:
             if isinstance(layer, MethodLayer):
                 layer.check_crop(tokens_to_remove)
-            elif isinstance(layer, DynamicSlidingWindowLayer) and tokens_to_remove:
-                if layer.get_seq_length() >= layer.sliding_window and not layer.record_past:
-                    raise UnsupportedError(
-                        f"{self.method}: crop({tokens_to_remove}): a layer with a window of {layer.sliding_window} tokens has let "
-                        "older ones go; call activate_past_recording() before the tokens that may be taken back"
-                    )
+            elif tokens_to_remove and _has_let_go(layer):
+                raise UnsupportedError(
+                    f"{self.method}: crop({tokens_to_remove}): a layer with a window of {layer.sliding_window} tokens has let older "
+                    "ones go; call activate_past_recording() before the tokens that may be taken back"
+                )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -400,6 +399,12 @@ class MethodCache(Cache):
     def __repr__(self) -> str:
         chosen = ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in dataclasses.fields(self.options))
         return f"{type(self).__name__}({chosen}; {len(self.own_layers)} of {len(self.layers)} layers, {self.nbytes} bytes)"
+
+
+def _has_let_go(layer: Any) -> bool:
+    """Whether a stock layer with a window could not be cropped."""
+    sliding = isinstance(layer, DynamicSlidingWindowLayer)
+    return sliding and layer.get_seq_length() >= layer.sliding_window and not layer.record_past
 
 
 def _head_dim(config: PreTrainedConfig) -> int | None:

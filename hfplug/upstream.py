@@ -47,6 +47,7 @@ _FOLLOW_API = "caches tell when their rows or tokens change"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
 _PATCH_API = "transformers builds a model with changes that its configuration records"
 _LOSS_API = "Trainer offers added loss terms"
+_CACHE_API = "transformers builds a cache from third-party layers, by layer type"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
 UPSTREAM = (
@@ -150,6 +151,10 @@ UPSTREAM = (
     Upstream("transformers.cache_utils:Cache.crop", "recording", _FOLLOW_API, ("tokens_to_remove",)),
     Upstream("transformers.cache_utils:Cache.batch_repeat_interleave", "recording", _FOLLOW_API, ("repeats",)),
     Upstream("transformers.cache_utils:Cache.batch_select_indices", "recording", _FOLLOW_API, ("indices",)),
+    Upstream("transformers.cache_utils:get_layer_types_and_kwargs", "hfplug.caching", _CACHE_API, ("config",)),
+    Upstream("transformers.cache_utils:DYNAMIC_LAYER_TYPE_MAPPING", "hfplug.caching", _CACHE_API),
+    Upstream("transformers.cache_utils:CacheLayerMixin", "hfplug.caching", "never: public, listed for doctor"),
+    Upstream("transformers.cache_utils:Cache.update", "hfplug.caching", _CACHE_API, ("key_states", "value_states", "layer_idx")),
     Upstream("transformers.modeling_utils:PreTrainedModel.post_init", "patch seam", _PATCH_API),
     Upstream(
         "transformers.modeling_utils:PreTrainedModel._initialize_weights", "patch seam", _PATCH_API, ("module", "is_custom_code")

@@ -1,7 +1,7 @@
 """How a KV cache enters the stack: as the object a user passes. There is no registry in transformers, and none is made here.
 
-``generate(cache=…)`` and ``forward(cache=…)`` take any ``Cache`` (older name of the argument: ``past_key_values``). The seam finds
-the class by the name of its method and checks what a method must be.
+``generate(cache=…)`` and ``forward(cache=…)`` take any ``Cache`` (older name of the argument: ``past_key_values``). The seam
+finds the class by the name of its method and checks what a method must be.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SelectsOthers(Halved):
 
 class StoresAgain(Halved):
     def append(self, keys: Any, values: Any, real: Any) -> None:
-        _half(self, lambda t: t * 0.999)
+        _half(self, lambda t: t * 0.9)
         super().append(keys, values, real)
 
 
