@@ -198,7 +198,8 @@ class MethodLayer(CacheLayerMixin):
         if self.length and -tokens_to_remove > self.removable():
             raise UnsupportedError(
                 f"{self.method}: crop({tokens_to_remove}) would take back tokens that are quantised already and "
-                f"could not be stored again as they were; the last {self.removable()} can go. Copy the cache before a turn that may be undone"
+                f"could not be stored again as they were; the last {self.removable()} can go. Copy the cache before a turn that "
+                "may be undone"
             )
 
     def offload(self) -> None:
@@ -385,8 +386,8 @@ class MethodCache(Cache):
                 layer.check_crop(tokens_to_remove)
             elif tokens_to_remove and _has_let_go(layer):
                 raise UnsupportedError(
-                    f"{self.method}: crop({tokens_to_remove}): a layer with a window of {layer.sliding_window} tokens has let older "
-                    "ones go; call activate_past_recording() before the tokens that may be taken back"
+                    f"{self.method}: crop({tokens_to_remove}): a layer with a window of {layer.sliding_window} tokens has let "
+                    "older ones go; call activate_past_recording() before the tokens that may be taken back"
                 )
         super().crop(tokens_to_remove)
 
