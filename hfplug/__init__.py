@@ -28,7 +28,7 @@ __all__ = [
     "UnsupportedError", "__version__", "applied", "apply", "catalogue", "hookimpl", "load", "plan",
 ]  # fmt: skip
 
-_NAMESPACES = ("callbacks", "kernels", "losses", "modeling_patches", "trainers", "tuners")
+_NAMESPACES = ("caches", "callbacks", "kernels", "losses", "modeling_patches", "trainers", "tuners")
 
 
 _PATCHING = ("applied", "apply", "plan")  # in hfplug.patches, which imports torch

@@ -48,6 +48,7 @@ _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
 _PATCH_API = "transformers builds a model with changes that its configuration records"
 _LOSS_API = "Trainer offers added loss terms"
 _QUANTIZER_API = "transformers takes a registered quantizer out again, and refuses a folder whose quantizer is missing"
+_CACHE_API = "transformers builds a cache from third-party layers, by layer type"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
 UPSTREAM = (
@@ -196,6 +197,10 @@ UPSTREAM = (
     Upstream(
         "peft.tuners.tuners_utils:_maybe_include_all_linear_layers", "quantizer seam", _PEFT_API, ("peft_config", "model")
     ),
+    Upstream("transformers.cache_utils:get_layer_types_and_kwargs", "hfplug.caching", _CACHE_API, ("config",)),
+    Upstream("transformers.cache_utils:DYNAMIC_LAYER_TYPE_MAPPING", "hfplug.caching", _CACHE_API),
+    Upstream("transformers.cache_utils:CacheLayerMixin", "hfplug.caching", "never: public, listed for doctor"),
+    Upstream("transformers.cache_utils:Cache.update", "hfplug.caching", _CACHE_API, ("key_states", "value_states", "layer_idx")),
     Upstream("transformers.modeling_utils:PreTrainedModel.post_init", "patch seam", _PATCH_API),
     Upstream(
         "transformers.modeling_utils:PreTrainedModel._initialize_weights", "patch seam", _PATCH_API, ("module", "is_custom_code")
