@@ -20,12 +20,12 @@ from hfplug.errors import (
 )
 from hfplug.hookspecs import hookimpl
 from hfplug.ledger import Ledger
-from hfplug.method import Kind, Method, Paper
+from hfplug.method import Extension, Kind, Method, Paper
 from hfplug.plugins import catalogue, load
 
 __all__ = [
-    "ConfigError", "HfplugError", "Kind", "Ledger", "LedgerError", "Method", "MissingPluginError", "Paper", "PluginError",
-    "UnsupportedError", "__version__", "applied", "apply", "catalogue", "hookimpl", "load", "plan",
+    "ConfigError", "Extension", "HfplugError", "Kind", "Ledger", "LedgerError", "Method", "MissingPluginError", "Paper",
+    "PluginError", "UnsupportedError", "__version__", "applied", "apply", "catalogue", "hookimpl", "load", "plan",
 ]  # fmt: skip
 
 _NAMESPACES = ("caches", "callbacks", "kernels", "losses", "modeling_patches", "trainers", "tuners")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import pluggy
 
-from hfplug.method import Method
+from hfplug.method import Extension, Method
 
 hookspec = pluggy.HookspecMarker("hfplug")
 hookimpl = pluggy.HookimplMarker("hfplug")
@@ -30,4 +30,13 @@ def hfplug_methods() -> list[Method]:  # type: ignore[empty-body]
 
     Called once per process, when the catalogue is first read (``hfplug list``, or when a Hugging Face module with a
     seam is imported). Must not import torch or transformers. An exception here disables this plugin only.
+    """
+
+
+@hookspec
+def hfplug_extensions() -> list[Extension]:  # type: ignore[empty-body]
+    """Return what this plugin adds to methods, its own or other plugins', at the points which those methods declare.
+
+    A plugin may implement this hook, ``hfplug_methods``, or both. Called once per process; must not import torch or
+    transformers. An extension of a method that is not installed waits until it is, and ``hfplug list`` says so.
     """

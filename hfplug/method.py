@@ -72,6 +72,8 @@ class Method:
         limits: sentences a user must know before relying on it.
         example: the one-line use, shown by ``hfplug info``.
         exports: further ``"module:attribute"`` names to offer as ``hfplug.<kind>s.<attribute>``.
+        extension_points: where other plugins may add to this method (see :class:`Extension`): name -> what a target there
+            has to be, in one sentence.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Method:
     limits: tuple[str, ...] = ()
     example: str = ""
     exports: tuple[str, ...] = ()
+    extension_points: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -107,6 +110,10 @@ class Method:
             raise ConfigError(f"Method {self.name!r} offers one name for two objects: {sorted(set(places.values()))}")
         if not isinstance(self.paper, Paper):
             raise ConfigError(f"Method.paper={self.paper!r} of {self.name!r} must be a Paper")
+        points = self.extension_points
+        if not isinstance(points, Mapping) or not all(isinstance(p, str) and _NAME.fullmatch(p) for p in points):
+            raise ConfigError(f"Method.extension_points={points!r} of {self.name!r} must map snake_case names to sentences")
+        object.__setattr__(self, "extension_points", dict(points))
         object.__setattr__(self, "capabilities", dict(self.capabilities))
 
     @property
@@ -119,7 +126,34 @@ class Method:
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         out["kind"] = self.kind.value
         out["paper"] = {f.name: getattr(self.paper, f.name) for f in fields(self.paper)}
-        out["capabilities"] = dict(self.capabilities)
+        out["capabilities"], out["extension_points"] = dict(self.capabilities), dict(self.extension_points)
         for key in ("requires", "limits", "exports"):
             out[key] = list(out[key])
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """One thing a plugin adds to a method, its own or another plugin's, at a point which that method declares.
+
+    Args:
+        method: name of the method it extends.
+        point: one of that method's :attr:`Method.extension_points`.
+        name: snake_case; unique at the point over all installed plugins.
+        target: ``"module:attribute"`` of what is added; imported only when used.
+        summary: one sentence.
+    """
+
+    method: str
+    point: str
+    name: str
+    target: str
+    summary: str
+
+    def __post_init__(self) -> None:
+        for attribute in ("method", "point", "name"):
+            value = getattr(self, attribute)
+            if not isinstance(value, str) or not _NAME.fullmatch(value):
+                raise ConfigError(f"Extension.{attribute}={value!r} must be snake_case: lower-case letters, digits, single '_'")
+        if not isinstance(self.target, str) or not _DOTTED.fullmatch(self.target):
+            raise ConfigError(f"Extension.target={self.target!r} of {self.name!r} must look like 'package.module:Name'")

@@ -24,7 +24,7 @@ import pluggy
 from hfplug import hookspecs
 from hfplug._version import __version__
 from hfplug.errors import ConfigError, HfplugError, PluginError, nearest, one_line
-from hfplug.method import Kind, Method
+from hfplug.method import Extension, Kind, Method
 
 GROUP = "hfplug"
 HOST = "hfplug"
@@ -93,11 +93,20 @@ class Entry:
             raise PluginError(f"{self.method.kind} {self.method.name!r} of {self.source} {cause}")
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A usable extension and where it comes from."""
+
+    extension: Extension
+    source: Source
+
+
 @dataclass
 class Catalogue:
-    """All usable methods by name, and every problem met while looking."""
+    """All usable methods by name, what extends them by (method, point, name), and every problem met while looking."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    offers: dict[tuple[str, str, str], Offer] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def get(self, name: str, kind: Kind | None = None) -> Entry:
@@ -217,12 +226,14 @@ def discover(found: list[Source]) -> Catalogue:
         module = _load(manager, source, result)
         if module is None:
             continue
-        for method in _declared(manager, module, source, result):
-            _add(method, source, result)
+        for item in _declared(manager, module, source, result):
+            _add(item, source, result) if isinstance(item, Method) else _offer(item, source, result)
         if imported := sorted(heavy & set(sys.modules)):
             # Whether it is seen depends on what the process imported before, so it must not decide usability.
             slow = f"slow: its manifest imports {' and '.join(imported)}; import them inside the method instead"
             result.problems.append(Problem(source, slow, usable=True))
+    for key in list(result.offers):
+        _check_offer(key, result)
     return result
 
 
@@ -243,25 +254,55 @@ def _load(manager: pluggy.PluginManager, source: Source, result: Catalogue) -> A
     return module
 
 
-def _declared(manager: pluggy.PluginManager, module: Any, source: Source, result: Catalogue) -> list[Method]:
-    impls = [i for i in manager.hook.hfplug_methods.get_hookimpls() if i.plugin is module]
-    if not impls:
+_DECLARES: dict[str, type[Method] | type[Extension]] = {"hfplug_methods": Method, "hfplug_extensions": Extension}
+
+
+def _declared(manager: pluggy.PluginManager, module: Any, source: Source, result: Catalogue) -> list[Method | Extension]:
+    hooks = [
+        (name, impl) for name in _DECLARES for impl in getattr(manager.hook, name).get_hookimpls() if impl.plugin is module
+    ]
+    if not hooks:
         result.refuse(source, "implements no hook; a plugin needs '@hookimpl def hfplug_methods()'")
-        return []
-    try:
-        methods: Any = impls[0].function()
-        methods = [*methods] if isinstance(methods, Iterable) else methods
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        result.refuse(source, one_line(error), error=error)
-        return []
-    wrong = [m for m in methods if not isinstance(m, Method)] if isinstance(methods, list) else [methods]
-    if wrong:
-        told = f"{wrong[0]!r:.60} ({type(wrong[0]).__name__})"
-        result.refuse(source, f"hfplug_methods() returned {told}, expected a list of hfplug.Method")
-        return []
-    return methods
+    found: list[Method | Extension] = []
+    for name, impl in hooks:
+        try:
+            items: Any = impl.function()
+            items = [*items] if isinstance(items, Iterable) else items
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            result.refuse(source, one_line(error), error=error)
+            return []
+        wrong = [i for i in items if not isinstance(i, _DECLARES[name])] if isinstance(items, list) else [items]
+        if wrong:
+            told = f"{wrong[0]!r:.60} ({type(wrong[0]).__name__})"
+            result.refuse(source, f"{name}() returned {told}, expected a list of hfplug.{_DECLARES[name].__name__}")
+            return []
+        found += items
+    return found
+
+
+def _offer(extension: Extension, source: Source, result: Catalogue) -> None:
+    key = (extension.method, extension.point, extension.name)
+    if clash := result.offers.get(key):
+        what = f"{extension.point} {extension.name!r} of {extension.method!r}"
+        result.refuse(source, f"{what} is already provided by {clash.source}; {source} is refused", extension.name)
+        return
+    result.offers[key] = Offer(extension, source)
+
+
+def _check_offer(key: tuple[str, str, str], result: Catalogue) -> None:
+    method, point, name = key
+    entry, source = result.entries.get(method), result.offers[key].source
+    if entry is None:  # nothing is wrong with the plugin: the method may be blocked, or come with another distribution
+        del result.offers[key]
+        why = f"{point} {name!r} waits for the method {method!r}, which is not there{nearest(method, result.entries)}"
+        result.problems.append(Problem(source, why, usable=True))
+    elif point not in entry.method.extension_points:
+        del result.offers[key]
+        points = sorted(entry.method.extension_points)
+        cause = f"{method!r} has no extension point {point!r}{nearest(point, points)}; it has {points}"
+        result.refuse(source, f"{name!r} is not taken: {cause}", name)
 
 
 # hfplug.kernels is no package with names of its own: each method there offers its names itself (namespace.lazy_method).
@@ -295,6 +336,6 @@ def load(name: str, kind: Kind | None = None) -> Any:
 
 
 __all__ = [
-    "Catalogue", "Entry", "HfplugError", "Problem", "Source",
+    "Catalogue", "Entry", "HfplugError", "Offer", "Problem", "Source",
     "catalogue", "discover", "load", "load_dotted", "sources", "strict",
 ]  # fmt: skip
