@@ -54,7 +54,7 @@ def ratios(method: list[float], baseline: list[float]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One line of docs/results.md; each program has a ``row(result)`` that reads it off what the program wrote.
 
     Attributes:
@@ -107,9 +107,16 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write(name: str, result: Mapping[str, Any], row: Row) -> Path:
-    """Write ``results/<name>.json`` with its line of the results page and its provenance; return the path."""
+def write(name: str, result: Mapping[str, Any], row: Callable[[dict[str, Any]], ResultRow | None]) -> Path:
+    """Write ``results/<name>.json`` with its line of the results page and its provenance; return the path.
+
+    Args:
+        row: what reads the line off the result; None from it where a stage is still missing.
+    """
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"row": asdict(row), **result, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")
+    # As it will be read from the file: keys of a dictionary are text there.
+    found = row(json.loads(json.dumps({k: v for k, v in result.items() if k != "row"})))
+    stored = {**result, "row": found and asdict(found), "provenance": provenance()}
+    path.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
     return path

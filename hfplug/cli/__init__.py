@@ -160,14 +160,14 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure a claim, if the tests of what it measures are green; writes benchmarks/results/NAME.json."""
-    from hfplug.cli import bench as benches
+    from hfplug.cli import benching
 
-    where = folder or benches.folder_of_checkout()
+    where = folder or benching.folder_of_checkout()
     if not names and not every:
-        rows = benches.listing(where)
-        print(json.dumps(rows, indent=2)) if as_json else benches.show(rows)
+        rows = benching.listing(where)
+        print(json.dumps(rows, indent=2)) if as_json else benching.show(rows)
         return
-    failed = [p.name for p, code in benches.run(where, names or [], every=every, quick=quick) if code]
+    failed = [p.name for p, code in benching.run(where, names or [], every=every, quick=quick) if code]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
         raise typer.Exit(1)

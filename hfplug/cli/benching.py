@@ -23,11 +23,16 @@ class RedGateError(HfplugError):
 
 @dataclass(frozen=True)
 class Program:
-    """One program of ``benchmarks/``: its first line, the methods it measures (``METHODS = (...)`` in it), its newest result."""
+    """One program of ``benchmarks/``: its first line, the methods it measures (``METHODS = (...)`` in it), its newest result.
+
+    Attributes:
+        quick: whether it takes ``--quick``.
+    """
 
     path: Path
     claim: str
     methods: tuple[str, ...]
+    quick: bool
 
     @property
     def name(self) -> str:
@@ -54,11 +59,13 @@ def programs(folder: Path) -> dict[str, Program]:
 
 
 def _read(path: Path) -> Program:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["METHODS"]:
-            return Program(path, (ast.get_docstring(tree) or "").partition("\n")[0], tuple(ast.literal_eval(node.value)))
-    raise ConfigError(f"{path} does not say what it measures: METHODS = (\"ulora\",), or () for the core")
+            claim = (ast.get_docstring(tree) or "").partition("\n")[0]
+            return Program(path, claim, tuple(ast.literal_eval(node.value)), '"--quick"' in text)
+    raise ConfigError(f'{path} does not say what it measures: METHODS = ("ulora",), or () for the core')
 
 
 def chosen(folder: Path, names: Sequence[str], every: bool) -> list[Program]:
@@ -117,7 +124,15 @@ def run(folder: Path, names: Sequence[str], *, every: bool, quick: bool) -> Iter
         RedGateError: as :func:`gate`; what was measured before stays.
     """
     root = folder.resolve().parent
-    for program in chosen(folder, names, every):
+    asked = chosen(folder, names, every)
+    if quick:
+        without = [p.name for p in asked if not p.quick]
+        if without and not every:
+            raise ConfigError(
+                f"bench: {without} have no quick run; with one: {[p.name for p in programs(folder).values() if p.quick]}"
+            )
+        asked = [p for p in asked if p.quick]
+    for program in asked:
         proof = gate(root, program)
         command = [sys.executable, str(program.path), *(["--quick"] if quick else [])]
         yield program, subprocess.run(command, cwd=root, env={**os.environ, GATE: json.dumps(proof)}, check=False).returncode
