@@ -57,11 +57,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# One program per claim; BENCH=ulora_cost runs benchmarks/ulora_cost.py alone. The first that fails ends the run.
-CLAIMS = $(if $(BENCH),benchmarks/$(BENCH).py,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+# BENCH=ulora_cost runs one; the tests of what is measured run first.
 bench: $(STAMP)
-	@test -n "$(CLAIMS)" || { echo "benchmarks/ holds no program"; exit 1; }
-	@set -e; for claim in $(CLAIMS); do echo "== $$claim"; $(BIN)/python $$claim; done
+	$(BIN)/python -m hfplug bench $(or $(BENCH),--all)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

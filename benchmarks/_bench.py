@@ -10,10 +10,10 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("hfplug", "torch", "transformers", "peft", "trl", "accelerate")
@@ -53,6 +53,28 @@ def ratios(method: list[float], baseline: list[float]) -> dict[str, Any]:
     return summary([m / b for m, b in zip(method, baseline, strict=True)])
 
 
+@dataclass(frozen=True)
+class ResultRow:
+    """One line of docs/results.md; each program has a ``row(result)`` that reads it off what the program wrote.
+
+    Attributes:
+        claim: what is claimed, in one sentence.
+        paper: the paper's figure, or why it has none.
+        ours: our figure, with its interval or its values by seed.
+        verdict: ``target met`` / ``target missed`` are for limits of our own (cost, memory, speed).
+    """
+
+    claim: str
+    paper: str
+    ours: str
+    verdict: Literal["reproduced", "partly reproduced", "not reproduced", "target met", "target missed", "measured"]
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """``0.123 (0.120 to 0.130)``: mean and extremes over seeds."""
+    return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
@@ -80,12 +102,21 @@ def provenance() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": list(os.getloadavg()),
+        # What `hfplug bench` ran before: the tests of what is measured. None: the program was started by hand.
+        "gate": json.loads(os.environ.get("HFPLUG_BENCH_GATE", "null")),
     }
 
 
-def write(name: str, result: Mapping[str, Any]) -> Path:
-    """Write ``results/<name>.json`` with its provenance; return the path."""
+def write(name: str, result: Mapping[str, Any], row: Callable[[dict[str, Any]], ResultRow | None]) -> Path:
+    """Write ``results/<name>.json`` with its line of the results page and its provenance; return the path.
+
+    Args:
+        row: what reads the line off the result; None from it where a stage is still missing.
+    """
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**result, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")
+    # As it will be read from the file: keys of a dictionary are text there.
+    found = row(json.loads(json.dumps({k: v for k, v in result.items() if k != "row"})))
+    stored = {**result, "row": found and asdict(found), "provenance": provenance()}
+    path.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
     return path

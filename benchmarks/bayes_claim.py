@@ -26,7 +26,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from _bench import write
+from _bench import ResultRow, write
 
 import hfplug
 from hfplug.optimization import apply_optimizer_groups
@@ -39,6 +39,8 @@ from hfplug.tuners import (
     ood_auroc,
     predictive,
 )
+
+METHODS = ("bayes_lora",)
 
 SEEDS, CHOICE_SEED = (0, 1, 2), 99
 KNOWN, LABELLED, TEST, VALIDATION = 8, 160, 300, 300  # classes 0..7; numbers of images
@@ -277,6 +279,18 @@ def verdicts(runs: list[dict[str, dict[str, float]]]) -> list[str]:
     return said
 
 
+def results_row(result: dict[str, Any]) -> ResultRow:
+    """What stands on the results page."""
+    auroc = {name: result["table"][name]["ood_auroc_entropy"]["mean"] for name in ("Bayesian LoRA", "LoRA", "5 LoRAs")}
+    against_lora = result["verdicts"][0]
+    return ResultRow(
+        "samples of a Bayesian LoRA detect unknown classes better than one LoRA does",
+        "MIMIC: AUROC .802, an ensemble of five .738; SST-2: .640, and .657 for the ensemble",
+        "AUROC " + ", ".join(f"{name} {value:.3f}" for name, value in auroc.items()) + f"; {against_lora}",
+        "not reproduced" if "not clear" in against_lora.partition("ood_auroc_entropy")[2] else "reproduced",
+    )
+
+
 def main() -> None:
     """Choice, every seed, the table, the verdicts, the file."""
     torch.set_num_threads(1)
@@ -309,7 +323,7 @@ def main() -> None:
         "runs": runs,
         "verdicts": said,
     }
-    print(write("bayes_claim", result), f"{time.perf_counter() - begun:.0f} s")
+    print(write("bayes_claim", result, results_row), f"{time.perf_counter() - begun:.0f} s")
 
 
 if __name__ == "__main__":

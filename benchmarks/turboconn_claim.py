@@ -32,10 +32,12 @@ from typing import Any
 
 import peft
 import torch
-from _bench import ROOT, interleave, ratios, summary, write
+from _bench import ROOT, ResultRow, interleave, ratios, summary, write
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hfplug
+
+METHODS = ("turboconn",)
 
 SEEDS, BASE_STEPS, STEPS, BATCH, RATE, LONGEST = (0, 1, 2), 600, 1000, 64, 1e-3, 16
 LENGTHS, STRINGS, PROBE_EVERY, PROBE_LENGTH = (8, 16, 24, 32, 48, 64), 512, 25, 32
@@ -201,6 +203,18 @@ def verdict(runs: dict[str, list[dict[str, Any]]] | None, costs: dict[str, Any])
     return said
 
 
+def results_row(result: dict[str, Any]) -> ResultRow:
+    """What stands on the results page."""
+    said = [line for line in result["verdict"] if line.startswith(("TurboConn", "beyond", "decoding"))]
+    met = all("DOES NOT" not in line for line in said)
+    return ResultRow(
+        "parity beyond the trained length: TurboConn at least 99 %, base and LoRA at chance; decoding at most 1.10",
+        "Qwen3-1.7B, fine-tuned: 53.8 % without, 100 % with",
+        "; ".join(said),
+        "reproduced" if met else "partly reproduced",
+    )
+
+
 def main() -> None:
     """Train, measure, print, write."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -215,7 +229,8 @@ def main() -> None:
     print("\n".join(said))
     setting = {"seeds": SEEDS, "base_steps": BASE_STEPS, "steps": STEPS, "batch": BATCH, "rate": RATE, "trained": [1, LONGEST]}
     claim = str(__doc__).splitlines()[0]
-    print(write("turboconn_claim", {"claim": claim, "setting": setting, "parity": runs, "cost": costs, "verdict": said}))
+    result = {"claim": claim, "setting": setting, "parity": runs, "cost": costs, "verdict": said}
+    print(write("turboconn_claim", result, results_row))
 
 
 if __name__ == "__main__":

@@ -151,6 +151,28 @@ def plan(
     print(json.dumps(done.as_dict(), indent=2) if as_json else done)
 
 
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Measurements: ulora_cost, ...; none: list them.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All of them; takes hours.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute each, to see that they run; writes no results.")] = False,
+    folder: Annotated[Path | None, typer.Option(help="The folder of programs; default: benchmarks/ of this checkout.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a claim, if the tests of what it measures are green; writes benchmarks/results/NAME.json."""
+    from hfplug.cli import benching
+
+    where = folder or benching.folder_of_checkout()
+    if not names and not every:
+        rows = benching.listing(where)
+        print(json.dumps(rows, indent=2)) if as_json else benching.show(rows)
+        return
+    failed = [p.name for p, code in benching.run(where, names or [], every=every, quick=quick) if code]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
 DATA = Annotated[Path, typer.Argument(help="JSONL: prompt, answer, label (1: what is to be found, a wrong answer), question_id.")]
 Model = Annotated[str, typer.Option(help="Folder, hub id or alias (smollm2) of the model that gave the answers.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts in the chat template of the tokenizer.")]
