@@ -3,19 +3,21 @@
 quality: the keys and values of a prefix, computed exactly, are stored by each cache whole; the next 128 tokens read them back and
 are compared with the exact cache: KL (mean over the tokens, geometric mean over texts) and perplexity. For keys alone, values
 alone, both. Bits an element are counted from the tensors. "ratio" is KL over KIVI's with the same exact first tokens and the same
-frame of the keys, interpolated in log KL to the same bits; below 1 PatternKV is better. Two curves of KIVI: one group for keys and
-values (the paper), and the better of any two (K32/V64 and K64/V32 too).
+frame of the keys, interpolated in log KL to the same bits; below 1 PatternKV is better. Two curves of KIVI: one group for keys
+and values (the paper), and the better of any two (K32/V64 and K64/V32 too).
 
-Expected, written before measuring: the paper's form loses at 1k (1.12 in a prototype) and ties at 4k (.95), because of the bytes of
-its patterns; the default (15 patterns of 4 bits, exact first tokens, unrotated keys) at most .8 at both lengths.
+Expected, written before measuring: the paper's form loses at 1k (1.12 in a prototype) and ties at 4k (.95), because of the bytes
+of its patterns; the default (15 patterns of 4 bits, exact first tokens, unrotated keys) at most .8 at both lengths. The default
+was chosen among seven on four texts of 1k that are not among these.
 
 needle: a number in a long text, asked for at its end; the share of digits the model finds, teacher-forced, by the same storing.
 Expected: the exact cache finds most of them at 1k; two bits lose some; PatternKV no more than KIVI.
 
-speed: one layer of SmolLM2's shape: a decoding step on what is stored, and storing 128 tokens. Expected: PatternKV at most 1.5 times
-KIVI; finding the patterns once costs tens of ordinary blocks.
+speed: one layer of SmolLM2's shape: a decoding step on what is stored, and storing 128 tokens. Expected: PatternKV at most 1.5
+times KIVI; finding the patterns once costs tens of ordinary blocks.
 
-Run by ``python benchmarks/patternkv.py [--stage quality|needle|speed] [--quick]``; writes results/patternkv[_quick].json. One thread.
+Run by ``python benchmarks/patternkv.py [--stage quality|needle|speed] [--quick]``; writes results/patternkv[_quick].json. One
+thread; the whole takes about an hour.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from hfplug.caches import make
 from hfplug.models import model_label, resolve_model
 
 NEW, HEADS, DIM = 128, 3, 64
-FILES = ("argparse", "ast", "calendar", "difflib", "doctest", "inspect", "logging/__init__", "mailbox", "optparse", "pathlib")
+FILES = ("calendar", "difflib", "doctest", "inspect", "logging/__init__", "mailbox", "optparse", "pathlib")
 SAME = {"sink_tokens": 4, "pre_rope": True}
 PLAIN = {"sink_tokens": 0, "pre_rope": False}
 # name -> method, options, and which curve of KIVI it is held against
@@ -67,7 +69,7 @@ def texts(tokenizer: Any, count: int, length: int) -> list[torch.Tensor]:
     from pydoc_data import topics
 
     names = sorted(topics.topics)
-    random.Random(0).shuffle(names)
+    random.Random(1).shuffle(names)
     prose = tokenizer("\n\n".join(topics.topics[n] for n in names)).input_ids
     lib, found = Path(sysconfig.get_paths()["stdlib"]), []
     for i in range(count):
