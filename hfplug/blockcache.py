@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 from hfplug.caching import MethodLayer
 from hfplug.errors import ConfigError
 from hfplug.rotary import Rotation, rope_of
-
-logger = logging.getLogger(__name__)
 
 
 class BlockOptions(Protocol):
@@ -130,10 +128,13 @@ class BlockLayer(MethodLayer):
         if not self.blocked:
             return window
         keys, values = self.decode()
+        keys, values = self._turned(keys), self._with_sinks(values.to(self.dtype), "values")
+        return torch.cat((keys, window[0]), dim=2), torch.cat((values, window[1]), dim=2)
+
+    def _turned(self, keys: Tensor) -> Tensor:
         if self.rotation is not None:
             keys = self.rotation(keys, self._positions(torch.arange(self.blocked, device=keys.device)))
-        keys, values = (self._with_sinks(t.to(self.dtype), n) for n, t in (("keys", keys), ("values", values)))
-        return torch.cat((keys, window[0]), dim=2), torch.cat((values, window[1]), dim=2)
+        return self._with_sinks(keys.to(self.dtype), "keys")
 
     def removable(self) -> int:
         """The window."""
@@ -173,12 +174,19 @@ class BlockLayer(MethodLayer):
             old = self.state.get(name)
             self.state[name] = torch.where(here, states.gather(2, index), 0 if old is None else old)
 
-    def _with_sinks(self, states: Tensor, name: str) -> Tensor:
+    def sink_places(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """``(column, inside, i)`` of every exact first token: ``(rows,)`` int64 among the blocks, ``(rows,)`` bool.
+
+        Not inside is a token that is no block's yet; its column then is the last one of the blocks.
+        """
         for i in range(self.options.sink_tokens):
             place = self.state["start"] + i
-            index = place.clamp(max=self.blocked - 1)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])
-            inside = (place < self.blocked)[:, None, None, None]
-            exact = torch.where(inside, self.state[f"sink_{name}"][:, :, i : i + 1], states.gather(2, index))
+            yield place.clamp(max=self.blocked - 1), place < self.blocked, i
+
+    def _with_sinks(self, states: Tensor, name: str) -> Tensor:
+        for place, inside, i in self.sink_places():
+            index = place[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])
+            exact = torch.where(inside[:, None, None, None], self.state[f"sink_{name}"][:, :, i : i + 1], states.gather(2, index))
             states = states.scatter(2, index, exact)
         return states
 

@@ -19,9 +19,10 @@ class KiviLayer(BlockLayer):
 
     def check(self, key_dim: int, value_dim: int) -> None:
         """The group must divide the values of a token."""
-        if value_dim % self.options.group_size:
+        group = self.options.groups[1]
+        if value_dim % group:
             fits = [g for g in range(1, value_dim + 1) if value_dim % g == 0]
-            raise ConfigError(f"kivi: group_size={self.options.group_size} does not divide heads of {value_dim}; {fits} do")
+            raise ConfigError(f"kivi: group_size={group} for values does not divide heads of {value_dim}; {fits} do")
 
     def encode(self, keys: Tensor, values: Tensor, counted: Tensor) -> dict[str, Tensor]:
         """Codes packed along channels, steps and minima."""
@@ -29,7 +30,7 @@ class KiviLayer(BlockLayer):
         dtype = getattr(torch, options.scale_dtype)
         found: dict[str, Tensor] = {}
         for name, states, axis in (("key", keys, 2), ("value", values, 3)):
-            groups = quantise(states, options.bits, axis, options.group_size, mask, dtype)
+            groups = quantise(states, options.bits, axis, options.groups[axis - 2], mask, dtype)
             found[f"{name}_codes"] = pack(groups.codes, options.bits)
             found[f"{name}_step"], found[f"{name}_minimum"] = groups.step, groups.minimum
         self.dims = keys.shape[-1], values.shape[-1]
@@ -54,7 +55,7 @@ class KiviLayer(BlockLayer):
         """``bits`` an element, and a step and a minimum a group."""
         o, size = self.options, getattr(torch, self.options.scale_dtype).itemsize
         codes = sum(-(-dim * o.bits // 8) for dim in (key_dim, value_dim)) * self.blocked
-        scales = (self.blocked // o.group_size * key_dim + self.blocked * (value_dim // o.group_size)) * 2 * size
+        scales = (self.blocked // o.groups[0] * key_dim + self.blocked * (value_dim // o.groups[1])) * 2 * size
         return rows * heads * (codes + scales)
 
 

@@ -22,7 +22,14 @@ class TestKiviExtended(CacheContract):
     """Sinks and unrotated keys."""
 
     method, window, long = "kivi", 16, 40
-    options: ClassVar[dict[str, Any]] = {"bits": 4, "group_size": 4, "residual": 16, "sink_tokens": 3, "pre_rope": None}
+    options: ClassVar[dict[str, Any]] = {
+        "bits": 4,
+        "group_size": 4,
+        "value_group": 8,
+        "residual": 16,
+        "sink_tokens": 3,
+        "pre_rope": None,
+    }
 
 
 def _fed(keys: Any, values: Any, **options: Any) -> Any:
@@ -142,7 +149,7 @@ def test_numbers_beyond_half_precision_are_an_error_that_names_the_way_out() -> 
 
 
 def test_wrong_options_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"group_size=32 does not divide heads of 8; \[1, 2, 4, 8\] do"):
+    with pytest.raises(ConfigError, match=r"group_size=32 for values does not divide heads of 8; \[1, 2, 4, 8\] do"):
         KiviCache(tiny_llama().config)
     with pytest.raises(ConfigError, match="group_size=8 must divide residual=12"):
         KiviConfig(group_size=8, residual=12)
