@@ -6,7 +6,12 @@ bug. ``PROVEN`` is the set of versions the tests run with, the same as constrain
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
+import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 PROVEN = {
     "torch": "2.13.0",
@@ -38,6 +43,32 @@ class Upstream:
     parameters: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A function of another library that a method overrides by arithmetic of its own, derived from its source.
+
+    Attributes:
+        name: ``"module:attribute.path"``.
+        owner: the module that must be derived anew when it changes.
+        until: when this reliance can go.
+        sha256: of the function's code, as :func:`fingerprint` gives it.
+    """
+
+    name: str
+    owner: str
+    until: str
+    sha256: str
+
+
+def fingerprint(function: Any) -> str:
+    """SHA-256 of what a function does: its syntax tree without docstring, so that comments and layout do not count."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
 _PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"
 _ATTENTION_API = "transformers offers a hook on an attention module's queries and keys"
 _MASK_API = "transformers tells a mask function about packing by a tensor"
@@ -49,6 +80,7 @@ _PATCH_API = "transformers builds a model with changes that its configuration re
 _LOSS_API = "Trainer offers added loss terms"
 _QUANTIZER_API = "transformers takes a registered quantizer out again, and refuses a folder whose quantizer is missing"
 _CACHE_API = "transformers builds a cache from third-party layers, by layer type"
+_GRPO_API = "GRPOTrainer offers hooks for weights and token loss"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
 UPSTREAM = (
@@ -224,10 +256,37 @@ UPSTREAM = (
         )
     ),
     Upstream(
-        "trl.trainer.utils:create_model_from_path", "hfplug.training", "SFTTrainer offers a hook on the loaded model",
+        "trl.trainer.utils:create_model_from_path", "hfplug.building", "SFTTrainer offers a hook on the loaded model",
         ("model_id",),
     ),
+    Upstream(
+        "trl.trainer.grpo_trainer:GRPOTrainer._get_per_token_logps_and_entropies", "trainers.grpo_base", _GRPO_API,
+        ("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss", "pixel_values",
+         "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
+         "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+    ),
+    Upstream(
+        "trl.trainer.grpo_trainer:GRPOTrainer.get_high_entropy_mask", "trainers.grpo_base", _GRPO_API,
+        ("entropies", "mask", "threshold"),
+    ),
+    Upstream(
+        "trl.trainer.grpo_trainer:GRPOTrainer.get_off_policy_mask", "trainers.grpo_base", _GRPO_API,
+        ("advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"),
+    ),
+    Upstream(
+        "trl.trainer.grpo_trainer:GRPOTrainer.get_gamma_weights", "trainers.grpo_base", _GRPO_API,
+        ("advantages", "log_ratio_per_token", "mask", "importance_sampling_ratio", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+    ),
+    Upstream("trl.scripts.grpo:GRPOScriptArguments", "trainer seam", "TRL exports it"),
     Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
     Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
     Upstream("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "patch seam", _PEFT_API),
+)  # fmt: skip
+
+# What is overridden with arithmetic derived from it: a changed source means a new derivation, not a new hash alone.
+DERIVED = (
+    Derived(
+        "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss", "trainers.grpo_base", _GRPO_API,
+        "a0773aa2fda0f039bb971e47960d38b0f17ff46801f71043e1a7f8c000e7205f",
+    ),
 )  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from hfplug.cli import health
-from hfplug.upstream import PROVEN, UPSTREAM, Upstream
+from hfplug.plugins import load_dotted
+from hfplug.upstream import DERIVED, PROVEN, UPSTREAM, Derived, Upstream, fingerprint
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,6 +18,33 @@ ROOT = Path(__file__).parents[2]
 def test_the_name_is_there_and_takes_what_we_pass(item: Upstream) -> None:
     assert health._check(item) is None, f"upstream changed: re-derive {item.owner}"
     assert item.until
+
+
+@pytest.mark.parametrize("item", DERIVED, ids=lambda item: item.name)
+def test_what_is_overridden_by_derivation_is_what_it_was_derived_from(item: Derived) -> None:
+    module, _, path = item.name.partition(":")
+    function = functools.reduce(getattr, path.split(".")[1:], load_dotted(f"{module}:{path.split('.')[0]}"))
+    assert fingerprint(function) == item.sha256, f"upstream changed, re-derive {item.owner} from {item.name}"
+    assert item.until
+
+
+def test_a_fingerprint_sees_code_and_not_comments() -> None:
+    def plain(x: int) -> int:
+        return x + 1
+
+    first = fingerprint(plain)
+
+    def plain(x: int) -> int:  # type: ignore[no-redef]
+        """A docstring."""
+        # and a comment
+        return x + 1
+
+    assert fingerprint(plain) == first
+
+    def plain(x: int) -> int:  # type: ignore[no-redef]
+        return x + 2
+
+    assert fingerprint(plain) != first
 
 
 def test_a_missing_name_and_a_missing_parameter_are_seen() -> None:
