@@ -176,6 +176,12 @@ UPSTREAM = (
         "trl.trainer.utils:create_model_from_path", "hfplug.training", "SFTTrainer offers a hook on the loaded model",
         ("model_id",),
     ),
+    Upstream(
+        "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "drift", "SFTTrainer takes a weight per row",
+        ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
+    Upstream("trl.trainer.sft_trainer:SFTTrainer._set_signature_columns_if_needed", "drift", "SFTTrainer takes a weight per row"),
+    Upstream("trl.trainer.utils:FusedCausalLMOutput", "drift", "SFTTrainer takes a weight per row", ("log_probs", "label_mask")),
     Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
     Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
     Upstream("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "patch seam", _PEFT_API),

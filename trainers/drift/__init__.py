@@ -37,7 +37,7 @@ METHOD = Method(
         'The denominator of drift_normalization="sequence" is the number of rows of the optimizer step: the paper\'s mean.',
         "The verifier, and what counts as badly formatted, are the user's; the built-in one is our reading.",
     ),
-    example='DRIFTTrainer(model, args=DRIFTConfig("out"), train_dataset=load_dataset("json", data_files="rollouts.jsonl")["train"])',
+    example='DRIFTTrainer(model, args=DRIFTConfig("out"), train_dataset=rollouts)  # a Dataset of rollouts.jsonl',
     exports=(
         "hfplug.trainers.drift.weights:drift_weights",
         "hfplug.trainers.drift.weights:discounted_return",

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import typing
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from trl import SFTConfig
-
-from hfplug.errors import ConfigError, UnsupportedError
-from hfplug.options import coerce
+from hfplug.seams.trainer import MethodConfig, stock_config
 
 
 def _option(default: Any, text: str) -> Any:
@@ -18,7 +13,7 @@ def _option(default: Any, text: str) -> Any:
 
 
 @dataclasses.dataclass
-class DRIFTConfig(SFTConfig):
+class DRIFTConfig(MethodConfig, stock_config("sft")):  # type: ignore[misc]
     """TRL's ``SFTConfig``, with the options of DRIFT (arXiv 2605.31455; defaults of the authors' script).
 
     Those of the weights (``drift_beta``, ``drift_gamma``, …) are used where the data are rollouts; rows that have their
@@ -26,7 +21,7 @@ class DRIFTConfig(SFTConfig):
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
-        UnsupportedError: a field of ``SFTConfig`` under which weights would be lost; see :meth:`check`.
+        UnsupportedError: a field of ``SFTConfig`` under which weights would be lost.
     """
 
     drift_beta: float = _option(0.1, "beta of the weights exp(return / beta), > 0 (authors' script .1, their default .2)")
@@ -42,41 +37,19 @@ class DRIFTConfig(SFTConfig):
         False, "leave out prompts none of whose rollouts was solved (ours; authors keep them)"
     )
 
-    hidden_options: ClassVar[tuple[str, ...]] = tuple(f.name for f in dataclasses.fields(SFTConfig))
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(DRIFTConfig)
-        for name in (f.name for f in dataclasses.fields(DRIFTConfig) if f.name.startswith("drift_")):
-            setattr(self, name, coerce(getattr(self, name), hints[name], name))
-        for name, allowed, fits in (
-            ("drift_beta", "> 0", lambda v: v > 0),
-            ("drift_gamma", "in [0, 1]", lambda v: 0 <= v <= 1),
-            ("drift_repeat_penalty", "finite and >= 0", lambda v: 0 <= v < math.inf),
-            ("drift_max_weight", "finite and > 0, or null", lambda v: v is None or 0 < v < math.inf),
-        ):
-            if not fits(value := getattr(self, name)):
-                raise ConfigError(f"{name}={value!r} must be {allowed}")
-        super().__post_init__()
-        self.check()
-
     def check(self) -> None:
-        """Refuse what loses weights; called again when the trainer is built, as fields can be set in between.
-
-        Raises:
-            UnsupportedError: names the field, and what to set.
-        """
-        for name, refused, why in (
-            ("packing", True, "a packed row holds several samples and has no weight of its own; TRL drops the column"),
-            ("padding_free", True, "a batch without rows has no place for a weight per row"),
-            ("assistant_only_loss", True, "it trains every assistant turn; DRIFT trains the last one (the completion)"),
-            ("completion_only_loss", False, "it trains the prompt as well; DRIFT trains the last answer (the completion)"),
-            ("loss_type", "dft", 'it weighs tokens by itself; set loss_type="nll"'),
-            ("use_liger_kernel", True, "its kernels were not proven with weights per row"),
+        """Ranges, and what loses weights; the trainer asks again, as fields can be set in between."""
+        self.bound("drift_beta", above=0)
+        self.bound("drift_gamma", least=0, most=1)
+        self.bound("drift_repeat_penalty", least=0)
+        self.bound("drift_max_weight", above=0)
+        for why, allowed in (
+            ("a packed row holds several samples and TRL drops their weights", {"packing": [False]}),
+            ("a batch without rows has no place for a weight per row", {"padding_free": [False]}),
+            ("every assistant turn would be trained, not the last one alone", {"assistant_only_loss": [False]}),
+            ("the prompt would be trained as well as the last answer", {"completion_only_loss": [None, True]}),
+            ("it weighs tokens by itself", {"loss_type": ["nll"]}),
+            ("TRL then takes the loss from a smoother that knows no weights", {"label_smoothing_factor": [0.0]}),
+            ("its kernels were not proven with weights per row", {"use_liger_kernel": [False]}),
         ):
-            if (value := getattr(self, name)) == refused and value is not None:
-                raise UnsupportedError(f"DRIFTConfig.{name}={value!r} is not supported: {why}")
-        if self.label_smoothing_factor:
-            raise UnsupportedError(
-                f"DRIFTConfig.label_smoothing_factor={self.label_smoothing_factor} is not supported: TRL then takes the loss of "
-                "the batch from a smoother that knows no weights; set it to 0"
-            )
+            self.require("drift", why, **allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,16 +10,16 @@ from typing import Any
 import datasets
 import torch
 from torch import Tensor
-from trl import SFTTrainer
 
 from hfplug.errors import ConfigError, UnsupportedError, nearest
+from hfplug.seams.trainer import MethodTrainer, stock_trainer
 from hfplug.trainers.drift.config import DRIFTConfig
 from hfplug.trainers.drift.data import NEEDED, to_drift_dataset
 
 WEIGHT = "weight"
 
 
-class DRIFTTrainer(SFTTrainer):
+class DRIFTTrainer(MethodTrainer, stock_trainer("sft")):  # type: ignore[misc]
     """SFT in which row ``i`` counts ``w_i`` (arXiv 2605.31455; authors' code for the formulas).
 
     With ``l_it`` the cross entropy of labelled token ``t`` of row ``i``, the loss of an **optimizer step** is, by
@@ -36,7 +37,7 @@ class DRIFTTrainer(SFTTrainer):
 
     Args:
         model: as for ``SFTTrainer``; the model the rollouts were collected with.
-        args: a :class:`DRIFTConfig`; ``None``: its defaults.
+        args: a :class:`DRIFTConfig`.
         train_dataset: as above; a stream must bring its weights.
         eval_dataset: what ``SFTTrainer`` takes, or rollouts.
         data_collator: as for ``SFTTrainer``; it is shown the rows without their weights and must keep one row for each.
@@ -47,31 +48,32 @@ class DRIFTTrainer(SFTTrainer):
         UnsupportedError: packing, padding_free, and whatever else loses weights (see :meth:`DRIFTConfig.check`).
     """
 
+    method = "drift"
+    config_class = DRIFTConfig
     _tag_names = ("trl", "sft", "drift")
+    _name = "DRIFT"
+    data_collator: Any
+    _signature_columns: Any
 
-    def __init__(
-        self,
-        model: Any,
-        args: DRIFTConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        args = DRIFTConfig() if args is None else args
-        if not isinstance(args, DRIFTConfig):
-            raise ConfigError(f"DRIFTTrainer(args={type(args).__name__}(...)) takes a DRIFTConfig")
-        args.check()
-        if kwargs.get("compute_loss_func") is not None:
-            raise UnsupportedError("DRIFTTrainer(compute_loss_func=...) is not supported: it would replace the weighted loss")
-        if train_dataset is not None:
-            train_dataset = with_weights(train_dataset, args)
-        super().__init__(model, args, data_collator, train_dataset=train_dataset, eval_dataset=evaluated(eval_dataset), **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(stock_trainer("sft").__init__).bind(self, *args, **kwargs)
+        if isinstance(config := given.arguments.get("args"), DRIFTConfig):  # else the base says what is wrong
+            self.check(config, given.arguments)
+            if (data := given.arguments.get("train_dataset")) is not None:
+                given.arguments["train_dataset"] = with_weights(data, config)
+            given.arguments["eval_dataset"] = evaluated(given.arguments.get("eval_dataset"))
+        super().__init__(*given.args[1:], **given.kwargs)
         if (parts := self.get_tp_size() * self.get_cp_size() * self.get_sp_size()) > 1:
-            raise UnsupportedError(f"DRIFTTrainer under tensor, context or sequence parallelism ({parts} parts) is not supported")
+            raise UnsupportedError(f"drift: tensor, context or sequence parallelism ({parts} parts) is not supported")
         self.data_collator = WeightCollator(self.data_collator)
-        if args.drift_normalization != "token":  # there training_step decides by what it knows of the model
+        if self.args.drift_normalization != "token":  # there training_step decides by what it knows of the model
             self.loss_is_scaled_for_ga = True
+
+    def check(self, config: Any, given: Mapping[str, Any]) -> None:
+        """Refuse what loses weights."""
+        config.check()
+        if given.get("compute_loss_func") is not None:
+            raise UnsupportedError("drift: compute_loss_func is not supported: it would take the place of the weighted loss")
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -112,7 +114,7 @@ class DRIFTTrainer(SFTTrainer):
         if not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         if weights is None:
-            raise ConfigError(f"DRIFTTrainer: a training batch has no {WEIGHT!r}; it has {sorted(inputs)}")
+            raise ConfigError(f"drift: a training batch has no {WEIGHT!r}; it has {sorted(inputs)}")
         kind = self.args.drift_normalization
         if kind == "sequence" and num_items_in_batch is None:
             num_items_in_batch = torch.tensor(float(len(weights)), device=weights.device)
@@ -141,7 +143,7 @@ class _Weighted:
             return outputs
         log_probs, mask = outputs.log_probs, outputs.label_mask
         if len(log_probs) != len(self.weights):
-            raise UnsupportedError(f"DRIFTTrainer: a batch of {len(log_probs)} rows has {len(self.weights)} weights; one per row")
+            raise UnsupportedError(f"drift: a batch of {len(log_probs)} rows has {len(self.weights)} weights; one per row")
         scale = self.weights.to(log_probs.device)
         if not self.per_token:
             scale = scale / mask.sum(1).clamp(min=1)  # log_probs are 0 where there is no label: their number is not the length
@@ -175,16 +177,16 @@ def with_weights(data: Any, args: DRIFTConfig) -> Any:
     """
     columns = list(data.column_names or next(iter(data), {}))
     if images := {"image", "images"} & set(columns):
-        raise UnsupportedError(f"DRIFTTrainer: the column {min(images)!r}: images are not supported")
+        raise UnsupportedError(f"drift: the column {min(images)!r}: images are not supported")
     if WEIGHT not in columns:
         if not set(NEEDED) <= set(columns):
             missing = [c for c in NEEDED if c not in columns]
             raise ConfigError(
-                f"DRIFTTrainer: train_dataset has no column {WEIGHT!r}{nearest(WEIGHT, columns)}, and is no set of rollouts: it "
+                f"drift: train_dataset has no column {WEIGHT!r}{nearest(WEIGHT, columns)}, and is no set of rollouts: it "
                 f"lacks {missing} (`hfplug drift collect` makes them); its columns: {columns}"
             )
         if not isinstance(data, datasets.Dataset):
-            raise UnsupportedError("DRIFTTrainer: rollouts as a stream: weights need all rollouts of a prompt; give a Dataset")
+            raise UnsupportedError("drift: rollouts as a stream: weights need all rollouts of a prompt; give a Dataset")
         rows = to_drift_dataset(
             data, beta=args.drift_beta, gamma=args.drift_gamma, repeat_coefficient=args.drift_repeat_penalty,
             max_weight=args.drift_max_weight, drop_zero_success=args.drift_drop_zero_success,
@@ -192,20 +194,21 @@ def with_weights(data: Any, args: DRIFTConfig) -> Any:
         return datasets.Dataset.from_list(rows)
     if not ({"prompt", "completion"} <= set(columns) or {"input_ids", "labels"} <= set(columns)):
         raise ConfigError(
-            f"DRIFTTrainer: train_dataset needs 'prompt' and 'completion', or 'input_ids' and 'labels', beside {WEIGHT!r}: "
+            f"drift: train_dataset needs 'prompt' and 'completion', or 'input_ids' and 'labels', beside {WEIGHT!r}: "
             f"only the completion is trained on; its columns: {columns}"
         )
     if isinstance(data, datasets.Dataset):
         for row, weight in enumerate(data[WEIGHT]):
             if not _usable(weight):
-                raise ConfigError(f"DRIFTTrainer: {WEIGHT}={weight!r} in row {row} of train_dataset must be finite and >= 0")
+                raise ConfigError(f"drift: {WEIGHT}={weight!r} in row {row} of train_dataset must be finite and >= 0")
     return data
 
 
 def evaluated(data: Any) -> Any:
     """Evaluation data as ``SFTTrainer`` takes them: of rollouts, prompt and last answer."""
     if isinstance(data, Mapping):
-        return type(data)({name: evaluated(part) for name, part in data.items()})
+        parts = {name: evaluated(part) for name, part in data.items()}
+        return datasets.DatasetDict(parts) if isinstance(data, datasets.DatasetDict) else parts
     if not isinstance(data, datasets.Dataset) or not set(NEEDED) <= set(data.column_names) or WEIGHT in data.column_names:
         return data
     return datasets.Dataset.from_list(to_drift_dataset(data)).remove_columns(WEIGHT)
@@ -217,5 +220,5 @@ def _usable(weight: Any) -> bool:
 
 def _weights_of(batch: Mapping[str, Any]) -> Tensor:
     if WEIGHT not in batch:
-        raise ConfigError(f"DRIFTTrainer: a training batch has no {WEIGHT!r}; it has {sorted(batch)}")
+        raise ConfigError(f"drift: a training batch has no {WEIGHT!r}; it has {sorted(batch)}")
     return batch[WEIGHT]
