@@ -74,6 +74,7 @@ class Method:
         exports: further ``"module:attribute"`` names to offer as ``hfplug.<kind>s.<attribute>``.
         extension_points: where other plugins may add to this method (see :class:`Extension`): name -> what a target there
             has to be, in one sentence.
+        command: ``"module:attribute"`` of a ``typer.Typer`` to offer as ``hfplug <name> …``; imported when it is called.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Method:
     example: str = ""
     exports: tuple[str, ...] = ()
     extension_points: Mapping[str, str] = field(default_factory=dict, hash=False)
+    command: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -103,7 +105,7 @@ class Method:
                 raise ConfigError(f"Method.{attribute}={value!r} of {self.name!r} must be a tuple of strings")
             object.__setattr__(self, attribute, tuple(value))
         places = {"target": self.target, "config": self.config, **{f"exports[{i}]": e for i, e in enumerate(self.exports)}}
-        for where, dotted in places.items():
+        for where, dotted in (places | ({"command": self.command} if self.command else {})).items():
             if not isinstance(dotted, str) or not _DOTTED.fullmatch(dotted):
                 raise ConfigError(f"Method.{where}={dotted!r} of {self.name!r} must look like 'package.module:Name'")
         if len(self.public_names) < len(set(places.values())):

@@ -278,6 +278,12 @@ UPSTREAM = (
         ("advantages", "log_ratio_per_token", "mask", "importance_sampling_ratio", "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
     ),
     Upstream("trl.scripts.grpo:GRPOScriptArguments", "trainer seam", "TRL exports it"),
+    Upstream(
+        "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "drift", "SFTTrainer takes a weight per row",
+        ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
+    Upstream("trl.trainer.sft_trainer:SFTTrainer._set_signature_columns_if_needed", "drift", "SFTTrainer takes a weight per row"),
+    Upstream("trl.trainer.utils:FusedCausalLMOutput", "drift", "SFTTrainer takes a weight per row", ("log_probs", "label_mask")),
     Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
     Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
     Upstream("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "patch seam", _PEFT_API),

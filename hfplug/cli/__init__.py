@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import typer
 
 import hfplug
+from hfplug.cli.methods import WithMethods
 from hfplug.errors import HfplugError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=hfplug.__doc__
-)
+    cls=WithMethods, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help=hfplug.__doc__,
+)  # fmt: skip
 train_app = typer.Typer(no_args_is_help=True, help="Train from a run file: stock TRL fields plus a plugins: section.")
 app.add_typer(train_app, name="train")
 probe_app = typer.Typer(no_args_is_help=True, help="Fit a SinkProbe on labelled answers, and judge answers with it.")
