@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import tempfile
 from typing import Any
 
@@ -11,25 +12,18 @@ import torch
 import transformers
 import trl
 
-from hfplug.testing.models import VOCAB, tiny_llama, tiny_tokenizer
+from hfplug.testing import trainer_kits
+from hfplug.testing.models import tiny_llama, tiny_tokenizer
 from hfplug.trainers import SADPOConfig, SADPOTrainer
 
-SETTINGS: dict[str, Any] = {
-    "max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-2,
-    "optim": "sgd", "lr_scheduler_type": "constant", "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
-    "disable_tqdm": True, "seed": 0, "gradient_checkpointing": False, "max_grad_norm": 0.0,
+SETTINGS: dict[str, Any] = trainer_kits.settings("dpo") | {
+    "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
 }  # fmt: skip
 
 
 def preferences(rows: int = 8, seed: int = 0, **columns: Any) -> datasets.Dataset:
     """Prompts and responses of uneven length, with ``semantic_distance`` spread over [0, 1] unless other columns are given."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def text(least: int, most: int) -> str:
-        n = int(torch.randint(least, most + 1, (1,), generator=draw))
-        return " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (n,), generator=draw).tolist())
-
-    made = [{"prompt": text(2, 4), "chosen": " " + text(1, 6), "rejected": " " + text(1, 6)} for _ in range(rows)]
+    made = trainer_kits.rows("dpo", rows, seed)
     extra = columns or {"semantic_distance": [i / max(rows - 1, 1) for i in range(rows)]}
     found = datasets.Dataset.from_list(made)
     for name, values in extra.items():
@@ -43,17 +37,19 @@ def policy_and_reference(seed: int = 0) -> tuple[Any, Any]:
 
 
 def dpo(cls: type[Any] = SADPOTrainer, model: Any = None, ref_model: Any = None, data: Any = None, **options: Any) -> Any:
-    """A trainer of one of both classes for two quick steps; ``options`` are fields of its config."""
+    """A trainer of one of both classes for two quick steps; ``options`` are fields of its config, ours without ``sa_dpo_``."""
+    own = {f.name.removeprefix("sa_dpo_") for f in dataclasses.fields(SADPOConfig) if f.name.startswith("sa_dpo_")}
+    options = {f"sa_dpo_{k}" if k in own else k: v for k, v in options.items()}
     if model is None:
         model, ref_model = policy_and_reference()
-    elif ref_model is None and not options.get("reference_free") and not hasattr(model, "peft_config"):
-        ref_model = copy.deepcopy(model)
+    elif ref_model is None and not (options.get("sa_dpo_reference_free") or options.get("peft_config")):
+        ref_model = None if hasattr(model, "peft_config") else copy.deepcopy(model)
     outer = {k: options.pop(k) for k in ("eval_dataset", "peft_config", "data_collator") if k in options}
     folder = tempfile.TemporaryDirectory()
-    config = (SADPOConfig if cls is SADPOTrainer else trl.DPOConfig)(options.pop("output_dir", folder.name), **{**SETTINGS, **options})
-    trainer = cls(
-        model, ref_model, config, train_dataset=preferences() if data is None else data, processing_class=tiny_tokenizer(), **outer
-    )
+    config_class = SADPOConfig if cls is SADPOTrainer else trl.DPOConfig
+    config = config_class(options.pop("output_dir", folder.name), **{**SETTINGS, **options})
+    data = preferences() if data is None else data
+    trainer = cls(model, ref_model, config, train_dataset=data, processing_class=tiny_tokenizer(), **outer)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.owned = folder  # lives as long as the trainer
     return trainer

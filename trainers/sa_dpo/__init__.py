@@ -29,10 +29,10 @@ METHOD = Method(
         "The public text is an abstract: gamma(d), the distance and every default are our reading.",
         "Distances are data: compute them once with add_semantic_distance(), or bring a column of your own.",
         "The slope of poly and exp has no bound: keep gradient clipping on.",
-        "hinge and poly have no gradient where the margin is met by 1; margins/active_frac is the share of pairs that still has.",
-        "reference_free: evaluate(dataset) after training needs the dataset at construction, as TRL's precomputed references do.",
+        "hinge and poly have no slope once u >= 1: sa_dpo/active_frac is the share of pairs with one.",
+        "sa_dpo_reference_free: after training, evaluate() takes no new dataset (as TRL's precomputed references).",
     ),
-    example='SADPOTrainer(model, args=SADPOConfig("out", surrogate="poly"), train_dataset=add_semantic_distance(data, encoder))',
+    example='SADPOTrainer(model, args=SADPOConfig("out"), train_dataset=add_semantic_distance(data, encoder))',
     exports=(
         "hfplug.trainers.sa_dpo.distance:HiddenStateEncoder",
         "hfplug.trainers.sa_dpo.distance:add_semantic_distance",

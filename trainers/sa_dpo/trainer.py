@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from trl import DPOTrainer
 
 from hfplug import ConfigError, UnsupportedError
-from hfplug.metrics import metrics_of
+from hfplug.seams.trainer import MethodTrainer, stock_trainer
 from hfplug.trainers.sa_dpo.config import LOSS, SADPOConfig
 from hfplug.trainers.sa_dpo.margins import check_values, missing, structure_margin
 from hfplug.trainers.sa_dpo.surrogates import pair_losses
@@ -50,30 +49,23 @@ class PairValues:
         return batch
 
 
-class SADPOTrainer(DPOTrainer):
+class SADPOTrainer(MethodTrainer, stock_trainer("dpo")):  # type: ignore[misc]
     """DPO with a margin and a choice of surrogates (arXiv 2604.27733; our reading of the abstract).
 
-    Args:
-        model: as ``DPOTrainer``.
-        ref_model: as ``DPOTrainer``; none with ``reference_free``.
-        args: a :class:`SADPOConfig`.
-        data_collator: as ``DPOTrainer``; the margin's column is added to what it makes.
-        train_dataset: preferences, with the column that ``args.margin`` needs.
-        eval_dataset: the same, or a dict of them.
-        **kwargs: further arguments of ``DPOTrainer``.
+    The constructor takes what that of ``DPOTrainer`` takes; ``args`` is a :class:`SADPOConfig`, both datasets have the column
+    that its margin is read from, and there is no ``ref_model`` with ``sa_dpo_reference_free``.
 
-    Logged besides TRL's metrics, averaged over pairs: ``margins/required`` (gamma), ``margins/satisfied_frac`` (pairs with
-    ``beta * Delta >= gamma``) and ``margins/active_frac`` (pairs whose loss has a slope).
+    Logged besides TRL's metrics, averaged over pairs: ``sa_dpo/margin`` (gamma), ``sa_dpo/satisfied_frac`` (pairs with
+    ``beta * Delta >= gamma``) and ``sa_dpo/active_frac`` (pairs whose loss has a slope). TRL's ``rewards/...`` know no margin.
 
     Raises:
         ConfigError: ``args`` of another class, a missing column (naming the nearest), or a value in it that cannot be.
-        UnsupportedError: a reference model together with ``reference_free``.
+        UnsupportedError: a reference model together with ``sa_dpo_reference_free``.
     """
 
+    method = "sa_dpo"
+    config_class = SADPOConfig
     args: SADPOConfig
-    data_collator: Any
-    loss_types: list[str]
-    loss_weights: list[float]
     _tag_names = ["trl", "dpo", "sa-dpo", "hfplug"]  # noqa: RUF012 (TRL's own form)
     _name = "SA-DPO"
     _paper = {  # noqa: RUF012
@@ -85,60 +77,44 @@ class SADPOTrainer(DPOTrainer):
         ),
     }
 
-    def __init__(
-        self,
-        model: Any,
-        ref_model: Any = None,
-        args: SADPOConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path or "model"
-            args = SADPOConfig(f"{name.rstrip('/').split('/')[-1]}-SA-DPO")
-        if not isinstance(args, SADPOConfig):
-            raise ConfigError(f"args must be a SADPOConfig, got {type(args).__name__}; it takes every field of DPOConfig")
-        if args.reference_free and ref_model is not None:
-            raise UnsupportedError("ref_model was given with reference_free=True: there is no reference; leave one of them out")
-        self._phi, self._column = args.build_surrogate(), args.value_column
-        self._most = 1.0 if args.margin == "structure" else None
-        for where, dataset in _datasets(train_dataset, eval_dataset):
-            self._check_dataset(dataset, where, args)
-        self._own_weight = dict(zip(args.loss_type, args.loss_weights or [1.0] * len(args.loss_type), strict=True))[LOSS]
-        data = {"data_collator": data_collator, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        asked, args.precompute_ref_log_probs = args.precompute_ref_log_probs, args.precompute_ref_log_probs or args.reference_free
-        try:  # so that TRL loads no reference and reads its log probabilities, which are 0, from the batch
-            super().__init__(model, ref_model, args, **data, **kwargs)
-        finally:
-            args.precompute_ref_log_probs = asked
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.ExitStack() as self._construction:
+            super().__init__(*args, **kwargs)
+        del self._construction
+        config = self.args
+        self._phi, self._column = config.build_surrogate(), config.value_column
         # What is left is TRL's to compute; its loop over an empty list gives 0, to which auxiliary losses are added.
-        others = [(t, w) for t, w in zip(self.loss_types, self.loss_weights, strict=True) if t != LOSS]
+        stock: Any = self  # whose attributes have no types
+        weighted = list(zip(stock.loss_types, stock.loss_weights, strict=True))
+        self._own_weight = dict(weighted)[LOSS]
+        others = [(t, w) for t, w in weighted if t != LOSS]
         self.loss_types, self.loss_weights = [t for t, _ in others], [w for _, w in others]
-        self.data_collator = PairValues(self.data_collator, self._column, self._most, without_reference=args.reference_free)
+        column = None if self._column is None else self._column[1]
+        self.data_collator = PairValues(
+            stock.data_collator, column, _most(config), without_reference=config.sa_dpo_reference_free
+        )
 
-    def _check_dataset(self, dataset: Any, where: str, args: SADPOConfig) -> None:
-        if self._column is None:
-            return
-        option = "distance_column" if args.margin == "structure" else "margin_column"
-        present = dataset.column_names or list(next(iter(dataset)))
-        if self._column not in present:
-            raise ConfigError(f"{where}: {missing(self._column, present, option)}, and margin='constant' needs none")
-        if isinstance(dataset, Dataset):
-            try:
-                check_values(dataset.with_format(None)[self._column], self._column, self._most)
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from None
+    def check(self, config: SADPOConfig, given: Mapping[str, Any]) -> None:
+        """Columns and their values, and that there is no reference where none is wanted."""
+        if config.sa_dpo_reference_free:
+            if given.get("ref_model") is not None:
+                raise UnsupportedError(
+                    "ref_model was given with sa_dpo_reference_free=True: there is no reference; leave one out"
+                )
+            # While TRL's constructor runs, so that it loads no reference and reads log probabilities, which are 0, from batches.
+            self._construction.callback(setattr, config, "precompute_ref_log_probs", config.precompute_ref_log_probs)
+            config.precompute_ref_log_probs = True
+        for where in ("train_dataset", "eval_dataset"):
+            _check_data(where, given.get(where), config)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if self._column is not None and self._column not in self._signature_columns:
-            self._signature_columns.append(self._column)
+        if (column := self.args.value_column) is not None and column[1] not in self._signature_columns:
+            self._signature_columns.append(column[1])
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         # Without a reference its log probabilities are 0, which the collator says; there is nothing to compute.
-        return dataset if self.args.reference_free else super()._precompute_ref_logps(dataset, name, batch_size)
+        return dataset if self.args.sa_dpo_reference_free else super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
         """As ``DPOTrainer``; the margin's column stays out of the model's arguments."""
@@ -149,15 +125,14 @@ class SADPOTrainer(DPOTrainer):
 
         Raises:
             ConfigError: a dataset without the margin's column.
-            UnsupportedError: a new dataset after training, with ``reference_free``.
+            UnsupportedError: a new dataset after training, with ``sa_dpo_reference_free``.
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            for where, dataset in _datasets(None, eval_dataset):
-                self._check_dataset(dataset, where, self.args)
-            if self.args.reference_free and self.state.global_step > 0:
+            _check_data("eval_dataset", eval_dataset, self.args)
+            if self.args.sa_dpo_reference_free and self.state.global_step > 0:
                 raise UnsupportedError(
-                    "evaluate(eval_dataset=...) after training with reference_free=True: TRL takes new datasets before training "
-                    "only when there is no reference model; give it as eval_dataset when the trainer is made"
+                    "evaluate(eval_dataset=...) after training with sa_dpo_reference_free=True: TRL takes new datasets before "
+                    "training only when there is no reference model; give it as eval_dataset when the trainer is made"
                 )
         found: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
         return found
@@ -180,7 +155,7 @@ class SADPOTrainer(DPOTrainer):
         chosen, rejected = halves(policy[0])
         ref_chosen, ref_rejected = (inputs[n] for n in _REFERENCES) if reference is None else halves(references[-1])
         chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
-        if self.args.length_normalized:
+        if self.args.sa_dpo_length_normalized:
             lengths = inputs["completion_mask"].sum(dim=1).clamp(min=1.0).chunk(2, dim=0)
             chosen, rejected = chosen / lengths[0], rejected / lengths[1]
         rewards = self.beta * (chosen - rejected)
@@ -191,22 +166,22 @@ class SADPOTrainer(DPOTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _margins(self, rewards: Tensor, values: Tensor | None) -> Tensor:
+        config = self.args
         if self._column is None:
-            return torch.full_like(rewards, self.args.gamma_max, requires_grad=False)
+            return torch.full_like(rewards, config.sa_dpo_gamma_max, requires_grad=False)
         if values is None:
-            raise ConfigError(f"a batch came without {KEY!r}: the collator was replaced; wrap it as SADPOTrainer's own is")
+            raise ConfigError(f"a batch came without {KEY!r}: data_collator was replaced; wrap the new one in PairValues")
         values = values.to(rewards.device)
-        return structure_margin(values, self.args.gamma_max, self.args.tau) if self.args.margin == "structure" else values
+        return structure_margin(values, config.sa_dpo_gamma_max, config.sa_dpo_tau) if _most(config) else values
 
     def _log_margins(self, rewards: Tensor, margins: Tensor) -> None:
         with torch.enable_grad():
             leaf = rewards.clone().requires_grad_()
             (slope,) = torch.autograd.grad(pair_losses(self._phi, leaf, margins, self.label_smoothing).sum(), leaf)
-        pending, pairs = metrics_of(self.state), rewards.numel()
-        mode: Any = "train" if self.model.training else "eval"
-        pending.add("margins/required", margins.sum(), pairs, mode)
-        pending.add("margins/satisfied_frac", (rewards >= margins).sum(), pairs, mode)
-        pending.add("margins/active_frac", (slope != 0).sum(), pairs, mode)
+        pairs = rewards.numel()
+        self.log_metric("margin", margins.sum(), pairs)
+        self.log_metric("satisfied_frac", (rewards >= margins).sum(), pairs)
+        self.log_metric("active_frac", (slope != 0).sum(), pairs)
 
 
 @contextlib.contextmanager
@@ -229,7 +204,25 @@ def _log_probs(module: Any) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _datasets(train: Any, evaluation: Any) -> Iterator[tuple[str, Any]]:
-    for where, given in (("train_dataset", train), ("eval_dataset", evaluation)):
-        named = {f"{where}[{key!r}]": d for key, d in given.items()} if isinstance(given, Mapping) else {where: given}
-        yield from ((name, d) for name, d in named.items() if isinstance(d, (Dataset, IterableDataset)))
+def _most(config: SADPOConfig) -> float | None:
+    """The largest value the column may hold: distances end at 1, margins nowhere."""
+    return 1.0 if config.sa_dpo_margin == "structure" else None
+
+
+def _check_data(where: str, given: Any, config: SADPOConfig) -> None:
+    """Refuse a dataset, or one of a dict of them, without the column or with a value in it that cannot be."""
+    if config.value_column is None or given is None:
+        return
+    option, column = config.value_column
+    named = {f"{where}[{key!r}]": d for key, d in given.items()} if isinstance(given, Mapping) else {where: given}
+    for name, dataset in named.items():
+        if not isinstance(dataset, (Dataset, IterableDataset)):
+            continue  # TRL refuses it
+        present = dataset.column_names or list(next(iter(dataset)))
+        if column not in present:
+            raise ConfigError(f"{name}: {missing(column, present, option)}, and sa_dpo_margin='constant' needs none")
+        if isinstance(dataset, Dataset):
+            try:
+                check_values(dataset.with_format(None)[column], column, _most(config))
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
