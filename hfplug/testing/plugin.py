@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-_KIT = ("tuner", "tuner_files", "loss", "callback", "attention", "attention_runs", "patch", "patch_files", "patch_runs")
+_KIT = (
+    "tuner", "tuner_files", "loss", "callback", "attention", "attention_runs", "patch", "patch_files", "patch_runs", "trainer",
+)  # fmt: skip
 pytest.register_assert_rewrite(*(f"hfplug.testing.{name}" for name in _KIT))
 
 
