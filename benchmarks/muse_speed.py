@@ -317,7 +317,6 @@ def part_window(repeats: int) -> dict[str, Any]:
     """FlexAttention, compiled, on a sliding window with four sinks that costs as many products; forward."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-
     def one(n: int) -> dict[str, Any]:
         inputs, s = topical(n), setting()
         window = window_of(flops(inputs, s), inputs)

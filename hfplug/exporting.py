@@ -141,9 +141,7 @@ def read_adapter(folder: Path) -> tuple[PluginConfig, dict[str, torch.Tensor]]:
     return config, load_file(folder / WEIGHTS)
 
 
-def split(
-    tensors: Mapping[str, torch.Tensor], prefix: str
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+def split(tensors: Mapping[str, torch.Tensor], prefix: str) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """The tuner's tensors by module and name within the layer, and what else the file holds (``modules_to_save``)."""
     own = re.compile(rf"^{re.escape(PREFIX)}(.+?)\.({re.escape(prefix)}.+)$")
     modules: dict[str, dict[str, torch.Tensor]] = {}
@@ -201,9 +199,7 @@ def _load_base(base: Any, task_type: Any) -> Any:
     return getattr(transformers, _HEADS[task]).from_pretrained(resolve_model(str(base)))
 
 
-def _difference(
-    base: Any, adapter: Path, exported: Path, task_type: Any, probe: Mapping[str, Any] | None
-) -> tuple[float, float]:
+def _difference(base: Any, adapter: Path, exported: Path, task_type: Any, probe: Mapping[str, Any] | None) -> tuple[float, float]:
     """Largest difference of the logits of two adapters on a probe, and the root mean square of the first's."""
     import peft
 

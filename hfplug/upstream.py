@@ -30,12 +30,15 @@ class Upstream:
         owner: the seam, core module or method that breaks without it.
         until: when this reliance can go.
         parameters: parameters of the callable that are used by name or position.
+        digest: of a function whose body we do over, the start of the SHA-256 of its source (tests/drift): a change
+            upstream has to be read and done over as well.
     """
 
     name: str
     owner: str
     until: str
     parameters: tuple[str, ...] = ()
+    digest: str = ""
 
 
 _PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"
@@ -47,6 +50,7 @@ _FOLLOW_API = "caches tell when their rows or tokens change"
 _TRAINER_API = "Trainer hands callbacks the trainer, or takes metrics from them"
 _PATCH_API = "transformers builds a model with changes that its configuration records"
 _LOSS_API = "Trainer offers added loss terms"
+_DISTILL_API = "TRL's distillation trainers take a loss over both models' hidden states"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
 UPSTREAM = (
@@ -176,6 +180,25 @@ UPSTREAM = (
         "trl.trainer.utils:create_model_from_path", "hfplug.training", "SFTTrainer offers a hook on the loaded model",
         ("model_id",),
     ),
+    Upstream(
+        "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss", "eopd", _DISTILL_API,
+        ("unwrapped_student", "inputs", "num_items_in_batch"), digest="9fc0021cbcc0b5e9",
+    ),
+    Upstream(
+        "trl.trainer.distillation_trainer:DistillationTrainer.compute_loss", "eopd", _DISTILL_API,
+        ("model", "inputs", "return_outputs", "num_items_in_batch"), digest="e5082879a7183040",
+    ),
+    Upstream(
+        "trl.trainer.distillation_trainer:DistillationTrainer._get_last_hidden_state", "eopd", _DISTILL_API,
+        ("unwrapped_model", "input_ids", "attention_mask", "logits_to_keep"), digest="12dc17e4ad4b1999",
+    ),
+    Upstream(
+        "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "bridge_garden", _DISTILL_API,
+        ("model", "inputs", "return_outputs", "num_items_in_batch"), digest="ca448211ff653fe6",
+    ),
+    Upstream("trl.models.utils:_ForwardRedirection", "bridge_garden", _DISTILL_API),
+    Upstream("trl.models:prepare_deepspeed", "bridge_garden", _DISTILL_API),
+    Upstream("trl.trainer.utils:maybe_gather_lm_head_ctx", "eopd, bridge_garden", _DISTILL_API),
     Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
     Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
     Upstream("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "patch seam", _PEFT_API),

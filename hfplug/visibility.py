@@ -52,9 +52,7 @@ class Pairs:
         if mask is not None and mask.dim() == 4:
             fits = all(a in (b, 1) for a, b in zip(mask.shape[:2], query.shape[:2], strict=True))
             if not fits or mask.shape[2:] != (self.length, self.keys):
-                raise ConfigError(
-                    f"mask {tuple(mask.shape)} does not fit {tuple(query.shape[:3])} queries and {self.keys} keys"
-                )
+                raise ConfigError(f"mask {tuple(mask.shape)} does not fit {tuple(query.shape[:3])} queries and {self.keys} keys")
             self.mask = mask
         elif mask is not None:
             if tuple(mask.shape) != (self.batch, self.keys):

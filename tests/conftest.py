@@ -50,4 +50,3 @@ def _one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "set_num_threads"):
         torch.set_num_threads(1)
-

@@ -322,9 +322,7 @@ class HfplugCallback(TrainerCallback, ExportableState):
         if found or len(entries) == 1:
             self._set_attributes((found or entries)[-1])
         elif self.state_attributes:
-            raise HfplugError(
-                f"the checkpoint holds {len(entries)} states of {name}, none with the options {mine}; not restored"
-            )
+            raise HfplugError(f"the checkpoint holds {len(entries)} states of {name}, none with the options {mine}; not restored")
 
 
 def _unwrap(model: Any) -> Any:

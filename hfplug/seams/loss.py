@@ -36,6 +36,7 @@ from hfplug.positions import batch_pairs, first_tensor
 
 logger = logging.getLogger(__name__)
 
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """What one forward contributes.

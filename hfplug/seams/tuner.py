@@ -444,4 +444,3 @@ def tuner_layers(model: nn.Module, method: str) -> Iterable[tuple[str, BaseTuner
     """``(name, layer)`` of every layer that a tuner method put into a model, whichever way it was injected."""
     cls = load(method, Kind.TUNER).tuner_layer_cls
     return ((name, module) for name, module in model.named_modules() if isinstance(module, cls))
-

@@ -1,7 +1,7 @@
 """The contract of a loss term. A method's test joins it in one line::
 
-    class TestNITP(LossContract):
-        method = "nitp"
+class TestNITP(LossContract):
+    method = "nitp"
 """
 
 from __future__ import annotations
@@ -256,6 +256,7 @@ class LossContract:
     @pytest.mark.parametrize("kind", ["full", "lora"])
     def test_b52_resume(self, kind: str, tmp_path: Path) -> None:
         """Four steps equal two, a restart and two more, bit for bit."""
+
         def build(folder: str) -> Any:
             trainer = tiny_trainer(
                 _peft(self.model()) if kind == "lora" else self.model(), sft=kind == "lora", output_dir=tmp_path / folder,

@@ -153,9 +153,7 @@ def test_layers_and_rows_can_be_chosen():
     found, _ = train_once(model, ROWS, None, SinkMonitorCallback(layers=[-1, 0], value_norm=False))
     assert set(found) == {"sink/mass/layer_00", "sink/mass/layer_02"}
     one, _ = train_once(models.tiny_llama(), ROWS[:1], None, SinkMonitorCallback())
-    first, _ = train_once(
-        models.tiny_llama(), [ROWS[0]] * 3, None, SinkMonitorCallback(max_rows=1), dataloader_drop_last=True
-    )
+    first, _ = train_once(models.tiny_llama(), [ROWS[0]] * 3, None, SinkMonitorCallback(max_rows=1), dataloader_drop_last=True)
     assert first == pytest.approx(one, abs=1e-6)
 
 
@@ -326,7 +324,8 @@ def test_options_are_documented():
 @pytest.mark.slow
 def test_two_ranks_log_what_one_process_logs(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent("""
+    script.write_text(
+        textwrap.dedent("""
         import json, sys, torch
         from hfplug.callbacks import SinkMonitorCallback
         from hfplug.testing import models
@@ -335,7 +334,8 @@ def test_two_ranks_log_what_one_process_logs(tmp_path):
         trainer.train()
         if trainer.is_world_process_zero():
             json.dump(trainer.state.log_history, open(sys.argv[1], "w"))
-    """))
+    """)
+    )
     logs = []
     for ranks, args in ((1, ["4"]), (2, ["2", "gloo"])):
         out = tmp_path / f"{ranks}.json"

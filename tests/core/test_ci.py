@@ -22,9 +22,7 @@ INI = "[pytest]\nmarkers =\n    slow: long\n"
 
 def run(command: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "HFPLUG_"))}
-    return subprocess.run(
-        command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture
@@ -36,9 +34,7 @@ def project(tmp_path: Path) -> Path:
 
 def step(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # Plugins of the environment are left out: only the script is on trial.
-    return run(
-        [str(PYTEST_STEP), *arguments], project, PYTHON=sys.executable, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
-    )
+    return run([str(PYTEST_STEP), *arguments], project, PYTHON=sys.executable, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
 
 def test_b27_passing_tests_pass_and_the_closing_line_is_shown(project: Path) -> None:

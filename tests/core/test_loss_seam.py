@@ -332,6 +332,7 @@ def test_predict_does_not_leak_into_the_next_evaluation():
 
 def test_inner_states_under_reentrant_checkpointing():
     """Right where transformers checkpoints the layer; refused where the captured state would have no gradient."""
+
     def build(on, reentrant):
         kwargs = {"use_reentrant": reentrant}
         return tiny_trainer(

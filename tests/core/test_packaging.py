@@ -52,9 +52,7 @@ print(json.dumps({
 def run(command: list[str], cwd: Path, **env: str) -> str:
     """Standard output of a command; an AssertionError with everything it said when it fails."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HFPLUG_"))}
-    done = subprocess.run(
-        command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = subprocess.run(command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -174,9 +172,7 @@ def test_wheel_declares_what_entry_points_txt_declares(wheel: Path) -> None:
     assert "Version 2.0, January 2004" in licence
 
 
-def test_sdist_holds_each_file_once_and_builds_the_same_wheel(
-    sdist: Path, wheel: Path, tmp_path: Path
-) -> None:
+def test_sdist_holds_each_file_once_and_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
         assert not [m.name for m in members if m.issym() or m.islnk()], "a link would dangle once unpacked"
@@ -266,14 +262,10 @@ print(json.dumps({
 
 def model_class(cwd: Path) -> subprocess.CompletedProcess[str]:
     """Import a model class with ``cwd`` first on sys.path, as ``python -c`` does: the worst case."""
-    return subprocess.run(
-        [sys.executable, "-c", MODEL_CLASS], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-    )
+    return subprocess.run([sys.executable, "-c", MODEL_CLASS], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("kernels") is not None, reason="Hugging Face's kernels package is installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("kernels") is not None, reason="Hugging Face's kernels package is installed")
 def test_transformers_imports_its_models_from_the_repository_root(tree: Path) -> None:
     done = model_class(tree)
     assert done.returncode == 0, done.stderr

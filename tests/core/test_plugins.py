@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-MANIFEST = '''
+MANIFEST = """
 from hfplug import Kind, Method, Paper, hookimpl
 PAPER = Paper(title="t", venue="v", url="u", fidelity="our reading")
 
@@ -22,7 +22,7 @@ def method(name, **more):
 @hookimpl
 def hfplug_methods():
     return [method("{name}")]
-'''
+"""
 
 
 class Site:

@@ -181,7 +181,7 @@ def test_the_project_speaks_of_the_project_alone() -> None:
         assert not re.search(r"(?<![\w.~])/(root|home|work|tmp)/", text), path
 
 
-TOY = '''
+TOY = """
 from hfplug import Kind, Method, Paper, hookimpl
 
 @hookimpl
@@ -189,8 +189,8 @@ def hfplug_methods():
     return [Method(name="toy", kind=Kind.TUNER, target="hfplug.tuners.toy.tuner:ToyModel",
                    config="hfplug.tuners.toy.tuner:ToyConfig", summary="a toy",
                    paper=Paper(title="none", venue="none", url="none", fidelity="our reading"))]
-'''
-TOY_TUNER = '''
+"""
+TOY_TUNER = """
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -230,7 +230,7 @@ class ToyLinear(nn.Module, BaseTunerLayer):
 class ToyModel(PluginTuner):
     method = "toy"
     tuner_layer_cls = ToyLinear
-'''
+"""
 TOY_USE = """
 import tempfile, torch, hfplug
 from hfplug.testing.models import tiny_llama

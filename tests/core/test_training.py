@@ -174,9 +174,7 @@ def test_a_run_trains_with_three_kinds_of_plugins_and_reloads_in_a_fresh_process
         with model.disable_adapter():
             base = model(ids).logits
     assert not torch.equal(here, base)
-    done = subprocess.run(
-        [sys.executable, "-c", RELOAD, str(result.output_dir)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", RELOAD, str(result.output_dir)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     line = next(x for x in done.stdout.splitlines() if x.startswith("LOGITS "))
     assert json.loads(line.removeprefix("LOGITS ")) == here.double().flatten().tolist()
@@ -202,9 +200,7 @@ def test_a_run_patches_the_model_and_saves_what_comes_back_patched(tiny_run: dic
     ids = torch.tensor([[1, 5, 9, 12]])
     with torch.no_grad():
         here = model(ids).logits
-    done = subprocess.run(
-        [sys.executable, "-c", RELOAD, str(result.output_dir)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", RELOAD, str(result.output_dir)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     line = next(x for x in done.stdout.splitlines() if x.startswith("LOGITS "))
     assert json.loads(line.removeprefix("LOGITS ")) == here.double().flatten().tolist()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
+import operator
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,14 @@ ROOT = Path(__file__).parents[2]
 def test_the_name_is_there_and_takes_what_we_pass(item: Upstream) -> None:
     assert health._check(item) is None, f"upstream changed: re-derive {item.owner}"
     assert item.until
+
+
+@pytest.mark.parametrize("item", [item for item in UPSTREAM if item.digest], ids=lambda item: item.name)
+def test_b38_what_is_done_over_is_as_it_was(item: Upstream) -> None:
+    module, _, path = item.name.partition(":")
+    function = operator.attrgetter(path)(importlib.import_module(module))
+    found = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    assert found == item.digest, f"upstream changed: read {item.name} and re-derive {item.owner}; then its digest is {found}"
 
 
 def test_a_missing_name_and_a_missing_parameter_are_seen() -> None:
