@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from hfplug.errors import ConfigError, UnsupportedError
+from hfplug.models import resolve_model
 from hfplug.probing import evaluating, probe_ids
 from hfplug.trainers.tiles import Head
 
@@ -39,21 +40,18 @@ def check_no_liger(args: Any, method: str) -> None:
 
 
 def teacher_of(teacher_model: Any, args: Any, trainer: str) -> Any:
-    """The teacher: the argument, or ``args.teacher_model_name_or_path``.
+    """The teacher: the argument, or where that is ``None`` ``args.teacher_model_name_or_path``; a path for a short name.
 
     Raises:
-        ConfigError: neither, or two different ones.
+        ConfigError: neither.
     """
-    named = getattr(args, "teacher_model_name_or_path", None)
-    if teacher_model is None and named is None:
+    if teacher_model is None:
+        teacher_model = getattr(args, "teacher_model_name_or_path", None)
+    if teacher_model is None:
         raise ConfigError(
             f"{trainer} needs a teacher: pass teacher_model (a model or a path), or set teacher_model_name_or_path in its config"
         )
-    if teacher_model is not None and named is not None and teacher_model != named:
-        raise ConfigError(
-            f"{trainer}: teacher_model={name_of(teacher_model)} and teacher_model_name_or_path={named!r} name two teachers"
-        )
-    return named if teacher_model is None else teacher_model
+    return resolve_model(teacher_model) if isinstance(teacher_model, str) else teacher_model
 
 
 def check_vocabulary(model: Any, teacher: Any, args: Any) -> None:
