@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from trainer_kit import TrainerContract
 
 from hfplug.errors import ConfigError, UnsupportedError
-from hfplug.testing.models import VOCAB, tiny_gemma3, tiny_llama, tiny_tokenizer
+from hfplug.testing.models import VOCAB, tiny_gemma3, tiny_gpt2, tiny_llama, tiny_tokenizer
 from hfplug.testing.trainer import furthest
 from hfplug.trainers.bridge_garden import reference
 from hfplug.trainers.bridge_garden.config import BridgeGardenConfig
@@ -298,6 +298,21 @@ def test_the_curriculum_is_where_it_was_after_a_restart(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     found = [[e["bridge_garden/soft_weight"] for e in KIT.metrics(t)] for t in (straight, resumed)]
     assert found[0] == found[1] == pytest.approx([0.0, 0.2, 0.4, 0.6])
+
+
+def test_the_teacher_has_no_dropout_even_where_it_was_left_in_training_mode():
+    teacher = tiny_gpt2(1, resid_pdrop=0.5, embd_pdrop=0.5).train()
+    trainer = KIT.build(arguments={"teacher_model": teacher})
+    batch = next(iter(trainer.get_train_dataloader()))
+    teacher.train()
+    losses = {float(trainer.compute_loss(trainer.model, dict(batch)).detach()) for _ in range(3)}
+    assert len(losses) == 1
+
+
+def test_b36_an_argument_that_is_not_known_is_refused_by_name():
+    trainer = KIT.build()
+    with pytest.raises(UnsupportedError, match=r"compute_loss got \['weights'\]"):
+        trainer.compute_loss(trainer.model, {}, weights=1)
 
 
 def test_checkpointing_changes_nothing():

@@ -13,7 +13,7 @@ from trainer_kit import TrainerContract
 
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.testing import trainer_kits
-from hfplug.testing.models import VOCAB, tiny_gemma3, tiny_llama, tiny_tokenizer
+from hfplug.testing.models import VOCAB, tiny_gemma3, tiny_gpt2, tiny_llama, tiny_tokenizer
 from hfplug.testing.trainer import furthest
 from hfplug.trainers.eopd import reference
 from hfplug.trainers.eopd.config import EOPDConfig
@@ -201,8 +201,7 @@ def test_b38_neutral_equals_stock_with_a_softcap_and_a_temperature():
 def test_the_whole_vocabulary_with_every_token_gated_moves_by_both_divergences():
     """The trainer's gradient is that of the reference on the logits of its own completions."""
     trainer = KIT.build({"eopd_threshold": 1.0, "eopd_top_k": 5, "eopd_weight": 0.5})
-    trainer.model.train()
-    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    batch = a_batch(trainer)
     trainer.compute_loss(trainer.model, batch).backward()
     found = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
     trainer.model.zero_grad()
@@ -216,6 +215,34 @@ def test_the_whole_vocabulary_with_every_token_gated_moves_by_both_divergences()
     loss.backward()
     assert furthest(found, {n: p.grad for n, p in trainer.model.named_parameters()}) <= 1e-6
     assert all(p.grad is None for p in trainer.teacher_model.parameters())
+
+
+def a_batch(trainer):
+    trainer.model.train()
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def test_what_a_tool_said_is_not_trained_on():
+    """Tokens under ``tool_mask`` count for nothing, and the mask of the completion alone decides about the rest."""
+    trainer = KIT.build()
+    batch = a_batch(trainer)
+    tool = torch.ones_like(batch["completion_mask"])
+    tool[:, 1:3] = 0
+    masked = {**batch, "tool_mask": tool, "num_items_in_batch": (batch["completion_mask"] * tool).sum().float()}
+    # The same as a completion whose mask has those holes: the models see all tokens, the loss does not.
+    losses = [float(trainer._compute_loss(trainer.model, b, n)[0].detach()) for b, n in ((masked, 10.0), (batch, 10.0))]
+    _, _, count = trainer._compute_loss(trainer.model, masked, None)
+    assert int(count) == int((batch["completion_mask"] * tool).sum()) < int(batch["completion_mask"].sum())
+    assert losses[0] < losses[1] - 1e-3
+
+
+def test_the_teacher_has_no_dropout_even_where_it_was_left_in_training_mode():
+    teacher = tiny_gpt2(1, resid_pdrop=0.5, embd_pdrop=0.5).train()
+    trainer = KIT.build(arguments={"teacher_model": teacher})
+    batch = a_batch(trainer)
+    teacher.train()
+    losses = {float(trainer._compute_loss(trainer.model, batch, 10.0)[0].detach()) for _ in range(3)}
+    assert len(losses) == 1
 
 
 def test_b33_own_metrics_do_not_depend_on_the_cut():

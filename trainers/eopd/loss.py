@@ -52,5 +52,5 @@ def eopd_parts(found: Tiles, config: EOPDConfig) -> Parts:
     """Both sums over all tokens in ``found``."""
     gated = found.teacher_entropy > config.eopd_threshold
     extra = forward_kl(found, renormalize_teacher=config.eopd_renormalize, student_full_vocabulary=config.eopd_full_vocabulary)
-    # Chosen, not multiplied by 0: nothing of an ungated token may reach the gradient, an overflow included.
+    # Chosen, not multiplied by 0: where the gate is shut nothing of the term is in the graph.
     return Parts(reverse_kl(found, config.eopd_reverse_kl == "sampled").sum(), extra[gated].sum(), gated.sum())
