@@ -18,8 +18,9 @@ from typing import Any
 
 from _bench import ROOT, write
 
+from hfplug.building import build_trainer
 from hfplug.models import resolve_model
-from hfplug.training import build_sft_trainer, parse_sft
+from hfplug.training import parse_sft
 
 STEPS, SEEDS = 16, (0, 1, 2)
 TARGETS = ["q_proj", "v_proj"]
@@ -36,7 +37,7 @@ def train(method: dict[str, Any], seed: int, folder: Path) -> tuple[float, float
         "eval_on_start": True, "logging_steps": STEPS, "report_to": "none", "save_strategy": "no", "bf16": False,
         "activation_checkpointing": False, "dataloader_pin_memory": False, "disable_tqdm": True, **method,
     }  # fmt: skip
-    trainer = build_sft_trainer(parse_sft(run))
+    trainer = build_trainer(parse_sft(run))
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     return losses[0], losses[-1], sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfplug.errors import ConfigError, nearest
+from hfplug.errors import ConfigError, HfplugError, nearest
 from hfplug.method import Kind
 from hfplug.options import build
-from hfplug.plugins import catalogue, load
+from hfplug.plugins import catalogue, load, load_dotted
 
 # Key of the `plugins:` section -> kind, and whether it takes a list. Kinds are fixed; methods come from the catalogue.
 SECTIONS = {
@@ -25,12 +26,16 @@ SECTIONS = {
     "trainer": (Kind.TRAINER, False),
     "callbacks": (Kind.CALLBACK, True),
 }
-_SUPPORTED = {"tuner", "attention", "patches", "loss", "callbacks"}
+_SUPPORTED = {"tuner", "attention", "patches", "loss", "trainer", "callbacks"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One method chosen in a run file, its options checked."""
+    """One method chosen in a run file, its options checked.
+
+    Attributes:
+        config: the method's config; of a trainer ``None``: its options stand in the run's ``training`` arguments.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -42,10 +47,13 @@ class Run:
     """A checked run file.
 
     Attributes:
-        arguments: the TRL dataclasses by name: ``script``, ``training``, ``model``, ``dataset``.
+        task: ``"sft"``, ``"dpo"``, ``"grpo"``, ``"reward"`` or ``"distill"``.
+        arguments: the TRL dataclasses by name: ``script``, ``training`` (the method's own config where ``plugins.trainer``
+            names one), ``model``, ``dataset``.
         plugins: section -> the methods chosen there.
     """
 
+    task: str
     arguments: Mapping[str, Any]
     plugins: Mapping[str, Sequence[Choice]]
 
@@ -110,29 +118,25 @@ def with_overrides(run: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
 
 
 def parse_sft(run: Mapping[str, Any]) -> Run:
-    """Check an SFT run: every key, type and plugin name. Loads no model and no data.
+    """:func:`parse` for the commonest task."""
+    return parse(run, "sft")
+
+
+def parse(run: Mapping[str, Any], task: str) -> Run:
+    """Check a run: every key, type and plugin name. Loads no model and no data.
+
+    Args:
+        run: the content of a run file.
+        task: what ``hfplug train`` is followed by; one of :data:`hfplug.seams.trainer.TASKS`.
 
     Raises:
         ConfigError: anything wrong, naming the place, the value and the nearest valid name.
     """
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
     from trl.scripts.utils import DatasetConfig
 
-    classes = {"script": ScriptArguments, "training": SFTConfig, "model": ModelConfig, "dataset": DatasetMixtureConfig}
-    owner = {f.name: part for part, cls in reversed(classes.items()) for f in dataclasses.fields(cls) if f.init}
-    values: dict[str, dict[str, Any]] = {part: {} for part in classes}
     plugins = parse_plugins(run.get("plugins") or {})  # before the parts, which may touch devices and folders
-    for key, value in run.items():
-        if key == "plugins":
-            continue
-        if key not in owner:
-            raise ConfigError(f"unknown key {key!r}{nearest(key, [*owner, 'plugins'])} in the run file; valid: any field of "
-                              f"{', '.join(c.__name__ for c in classes.values())}, and 'plugins'")  # fmt: skip
-        values[owner[key]][key] = value
-    if not values["model"].get("model_name_or_path"):
-        raise ConfigError("the run file needs 'model_name_or_path': a hub id, a folder, or 'smollm2'")
-    if not values["dataset"].get("datasets") and not values["script"].get("dataset_name"):
-        raise ConfigError("the run file needs 'datasets' (a list of {path, data_files, ...}) or 'dataset_name'")
+    classes, values = _by_owner(run, task, plugins)
+    _missing(values, task)
     values["dataset"]["datasets"] = [
         build(DatasetConfig, item, where=f"datasets[{i}]") for i, item in enumerate(values["dataset"].get("datasets") or [])
     ]
@@ -147,7 +151,56 @@ def parse_sft(run: Mapping[str, Any]) -> Run:
                 raise ConfigError(f"{where}={value!r} asks for another attention than plugins.attention={choice.name!r}")
     if plugins.get("patches") and (built["model"].load_in_4bit or built["model"].load_in_8bit):
         raise ConfigError("plugins.patches with load_in_4bit or load_in_8bit: patches are put on full-precision weights alone")
-    return Run(built, plugins)
+    if plugins.get("patches") and task != "sft":
+        raise ConfigError(f"plugins.patches: `hfplug train {task}` does not take patches, `hfplug train sft` does")
+    if task == "grpo":
+        reward_functions(built["script"].reward_funcs or [])
+    return Run(task, built, plugins)
+
+
+def _by_owner(
+    run: Mapping[str, Any], task: str, plugins: Mapping[str, Sequence[Choice]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part of the run -> its dataclass, and part -> the values that stand in the file for it."""
+    from trl import DatasetMixtureConfig, ModelConfig
+
+    from hfplug.seams import trainer as seam
+
+    script, training = load_dotted(seam.task(task).script), seam.stock_config(task)
+    classes = {"script": script, "training": training, "model": ModelConfig, "dataset": DatasetMixtureConfig}
+    owner = {f.name: part for part, cls in reversed(classes.items()) for f in dataclasses.fields(cls) if f.init}
+    values: dict[str, dict[str, Any]] = {part: {} for part in classes}
+    own: list[str] = []
+    for choice in plugins.get("trainer", []):
+        trains = seam.task_of(load(choice.name, Kind.TRAINER))
+        if trains != task:
+            raise ConfigError(f"plugins.trainer={choice.name!r} trains with `hfplug train {trains}`, not {task!r}")
+        classes["training"] = catalogue().get(choice.name, Kind.TRAINER).load_config()
+        own = seam.own_fields(classes["training"])
+        values["training"] |= choice.options
+    for key, value in run.items():
+        if key == "plugins":
+            continue
+        if key in own:
+            raise ConfigError(f"{key!r} is an option of the trainer: it belongs in plugins.trainer, not at the top of the file")
+        if key not in owner:
+            raise ConfigError(f"unknown key {key!r}{nearest(key, [*owner, 'plugins'])} in the run file; valid: any field of "
+                              f"{', '.join(c.__name__ for c in classes.values())}, and 'plugins'")  # fmt: skip
+        values[owner[key]][key] = value
+    return classes, values
+
+
+def _missing(values: Mapping[str, Mapping[str, Any]], task: str) -> None:
+    """Refuse a run file without what the task cannot do without."""
+    script = values["script"]
+    if not values["model"].get("model_name_or_path"):
+        raise ConfigError("the run file needs 'model_name_or_path': a hub id, a folder, or 'smollm2'")
+    if not values["dataset"].get("datasets") and not script.get("dataset_name"):
+        raise ConfigError("the run file needs 'datasets' (a list of {path, data_files, ...}) or 'dataset_name'")
+    if task == "grpo" and not (script.get("reward_funcs") or script.get("reward_model_name_or_path")):
+        raise ConfigError("the run file needs 'reward_funcs' (names or dotted paths) or 'reward_model_name_or_path'")
+    if task == "distill" and not values["training"].get("teacher_model_name_or_path"):
+        raise ConfigError("the run file needs 'teacher_model_name_or_path': a hub id, a folder, or 'smollm2'")
 
 
 def parse_plugins(section: Mapping[str, Any]) -> dict[str, list[Choice]]:
@@ -175,123 +228,70 @@ def _choice(item: Any, kind: Kind, where: str) -> Choice:
         raise ConfigError(f"{where}={item!r} must be a method name, or a mapping with 'type' and its options")
     options = {k: v for k, v in item.items() if k != "type"}
     load(item["type"], kind)  # unknown names and unmet requirements, before anything else
-    config = build(catalogue().get(item["type"], kind).load_config(), options, where=f"{where} ({item['type']})")
-    return Choice(item["type"], options, config)
+    config, place = catalogue().get(item["type"], kind).load_config(), f"{where} ({item['type']})"
+    if kind is not Kind.TRAINER:
+        return Choice(item["type"], options, build(config, options, where=place))
+    from hfplug.seams.trainer import own_fields
+
+    # Only what is the method's own; the fields of TRL stand at the top of the file, and only all together make a config.
+    for key in options:
+        if key not in (own := own_fields(config)):
+            raise ConfigError(f"{place}: {config.__name__} has no option {key!r} of its own{nearest(key, own)}; options: {own}")
+    return Choice(item["type"], options, None)
+
+
+def reward_functions(names: Sequence[str]) -> list[Any]:
+    """Reward functions by the names TRL's script knows, or by dotted paths; the working folder is on the path, as there.
+
+    Raises:
+        ConfigError: no such name or path, or something that cannot be called.
+    """
+    from trl import rewards
+
+    known = {name: getattr(rewards, name) for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")}
+    known["get_soft_overlong_punishment"] = rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+    found = []
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if name not in known and not module:
+            raise ConfigError(f"reward_funcs: {name!r} is neither a dotted path nor one of {sorted(known)}{nearest(name, known)}")
+        if name in known:
+            function = known[name]
+        else:
+            if str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))
+            try:
+                function = load_dotted(f"{module}:{attribute}")
+            except (ImportError, AttributeError, HfplugError) as error:
+                raise ConfigError(f"reward_funcs: {name!r} cannot be imported: {error}") from error
+        if not callable(function):
+            raise ConfigError(f"reward_funcs: {name!r} is a {type(function).__name__}, not a function")
+        found.append(function)
+    return found
 
 
 def train_sft(run: Mapping[str, Any] | str | Path) -> TrainResult:
-    """Fine-tune with TRL's stock ``SFTTrainer`` and the plugins of a run file; save the result in ``output_dir``.
+    """:func:`train` for the commonest task."""
+    return train(run, "sft")
+
+
+def train(run: Mapping[str, Any] | str | Path, task: str) -> TrainResult:
+    """Train with TRL's trainer of a task, or with the method of ``plugins.trainer``; save the result in ``output_dir``.
 
     Args:
         run: path of a YAML run file, or its content.
+        task: see :func:`parse`.
 
     Raises:
         ConfigError: the run file is wrong; raised before a model is loaded.
     """
-    parsed = parse_sft(read_run(run) if isinstance(run, (str, Path)) else run)
-    trainer = build_sft_trainer(parsed)
+    from hfplug.building import build_trainer
+
+    parsed = parse(read_run(run) if isinstance(run, (str, Path)) else run, task)
+    trainer = build_trainer(parsed)
     training = parsed.arguments["training"]
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.save_state()
     metrics = {k: v for entry in trainer.state.log_history for k, v in entry.items() if isinstance(v, (int, float))}
     return TrainResult(trainer, Path(training.output_dir), metrics)
-
-
-def build_sft_trainer(run: Run) -> Any:
-    """The stock ``SFTTrainer`` of a checked run, with its plugins attached, ready for ``train()``."""
-    from trl import SFTTrainer, get_peft_config, get_quantization_config
-
-    import hfplug.losses
-    from hfplug.models import resolve_model
-    from hfplug.optimization import prepare
-    from hfplug.seams.attention import configure
-
-    model, training, script = (run.arguments[k] for k in ("model", "training", "script"))
-    tuner = run.plugins.get("tuner", [])
-    if tuner and model.use_peft:
-        raise ConfigError("the run file asks for both plugins.tuner and TRL's use_peft; choose one")
-    peft_config = tuner[0].config if tuner else get_peft_config(model)
-    if tuner and peft_config.task_type is None:
-        peft_config.task_type = "CAUSAL_LM"
-    attention = run.plugins.get("attention", [])
-    training.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": attention[0].name if attention else model.attn_implementation,
-        "dtype": model.dtype,
-        **(training.model_init_kwargs or {}),
-    }
-    data = _dataset(run)
-    evaluate = training.eval_strategy != "no" or training.do_eval
-    split = script.dataset_test_split
-    if evaluate and split not in data:
-        raise ConfigError(f"evaluation is on but the data has no split {split!r}{nearest(split, data)}; splits: {sorted(data)}")
-    loaded, processing = _patched(run) if run.plugins.get("patches") else (resolve_model(model.model_name_or_path), None)
-    trainer = SFTTrainer(
-        model=loaded,
-        processing_class=processing,
-        args=training,
-        train_dataset=data[script.dataset_train_split],
-        eval_dataset=data[split] if evaluate else None,
-        quantization_config=get_quantization_config(model),
-        peft_config=peft_config,
-        callbacks=[load(c.name, Kind.CALLBACK)(c.config) for c in run.plugins.get("callbacks", [])],
-    )
-    _quieter_progress(trainer)
-    for choice in attention:
-        configure(trainer.model, choice.name, **choice.options)
-    for choice in run.plugins.get("loss", []):
-        hfplug.losses.add(trainer, load(choice.name, Kind.LOSS)(choice.config))
-    if tuner:
-        prepare(trainer)
-    return trainer
-
-
-def _patched(run: Run) -> tuple[Any, Any]:
-    """Model and tokenizer as ``SFTTrainer`` would load them, with the patches of the run: before any adapter or optimizer."""
-    from transformers import AutoProcessor, set_seed
-    from trl.trainer.utils import create_model_from_path
-
-    from hfplug.models import resolve_model
-    from hfplug.patches import apply
-
-    model, training = run.arguments["model"], run.arguments["training"]
-    options = {"trust_remote_code": training.trust_remote_code, **training.model_init_kwargs}
-    if training.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
-        options["device_map"] = None  # as SFTTrainer does
-    set_seed(training.seed)
-    source = resolve_model(model.model_name_or_path)
-    loaded = create_model_from_path(source, **options)
-    # Of a model that is handed over SFTTrainer does not know the revision.
-    trusted = training.trust_remote_code
-    processing = AutoProcessor.from_pretrained(source, revision=model.model_revision, trust_remote_code=trusted)
-    training.model_init_kwargs = None  # they are used
-    for choice in run.plugins["patches"]:
-        apply(loaded, choice.config)
-    return loaded, processing
-
-
-def _quieter_progress(trainer: Any) -> None:
-    """Leave per-layer metrics out of the lines written above the progress bar; everything else logs them all."""
-    from transformers.trainer_callback import ProgressCallback
-
-    class Progress(ProgressCallback):
-        """The stock bar."""
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            shown = {key: value for key, value in (logs or {}).items() if "/layer_" not in key}
-            super().on_log(args, state, control, logs=shown, **kwargs)
-
-    for index, callback in enumerate(trainer.callback_handler.callbacks):
-        if type(callback) is ProgressCallback:
-            trainer.callback_handler.callbacks[index] = Progress(callback.max_str_len)
-
-
-def _dataset(run: Run) -> Any:
-    from datasets import load_dataset
-    from trl import get_dataset
-
-    script, dataset = run.arguments["script"], run.arguments["dataset"]
-    if dataset.datasets:
-        return get_dataset(dataset)
-    return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)

@@ -177,7 +177,7 @@ UPSTREAM = (
         )
     ),
     Upstream(
-        "trl.trainer.utils:create_model_from_path", "hfplug.training", "SFTTrainer offers a hook on the loaded model",
+        "trl.trainer.utils:create_model_from_path", "hfplug.building", "SFTTrainer offers a hook on the loaded model",
         ("model_id",),
     ),
     Upstream(

@@ -63,22 +63,36 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@train_app.command("sft", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def train_sft(
-    context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="YAML run file.")],
-    check: Annotated[bool, typer.Option("--check", help="Only check the run file.")] = False,
-) -> None:
-    """Supervised fine-tuning with TRL's SFTTrainer. Any field can be overridden: --max_steps 10 --plugins.tuner.r 16."""
-    from hfplug import training
+def _train_command(task: str, words: str) -> None:
+    @train_app.command(task, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, help=words)
+    def command(
+        context: typer.Context,
+        run: Annotated[Path, typer.Argument(help="YAML run file.")],
+        check: Annotated[bool, typer.Option("--check", help="Only check the run file.")] = False,
+    ) -> None:
+        from hfplug import training
 
-    values = training.with_overrides(training.read_run(run), context.args)
-    if check:
-        chosen = training.parse_sft(values).plugins
-        print(f"{run}: valid; plugins: {', '.join(c.name for cs in chosen.values() for c in cs) or 'none'}")
-        return
-    result = training.train_sft(values)
-    print(f"saved to {result.output_dir}; `hfplug report {result.output_dir}` draws it")
+        values = training.with_overrides(training.read_run(run), context.args)
+        if check:
+            chosen = training.parse(values, task).plugins
+            print(f"{run}: valid; plugins: {', '.join(c.name for cs in chosen.values() for c in cs) or 'none'}")
+            return
+        result = training.train(values, task)
+        print(f"saved to {result.output_dir}; `hfplug report {result.output_dir}` draws it")
+
+
+for _task, _words in {
+    "sft": "Supervised fine-tuning with TRL's SFTTrainer",
+    "dpo": "Preference optimisation with TRL's DPOTrainer",
+    "grpo": "Reinforcement learning with TRL's GRPOTrainer",
+    "reward": "A reward model with TRL's RewardTrainer",
+    "distill": "Distillation from a teacher with TRL's DistillationTrainer",
+}.items():
+    _train_command(
+        _task,
+        f"{_words}, or with a method that extends it (plugins: trainer:). Any field can be overridden: "
+        "--max_steps 10 --plugins.tuner.r 16.",
+    )
 
 
 @app.command(context_settings=PASS_ON)
