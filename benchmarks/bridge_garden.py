@@ -38,7 +38,7 @@ import torch
 from hfplug.testing.models import tiny_tokenizer
 from hfplug.trainers import BridgeGardenConfig, BridgeGardenTrainer
 
-SEEDS, STEPS, BATCH, TEXTS, LENGTH, WIDTH, RATE = (0, 1, 2), 400, 32, 192, 16, 16, 1e-2
+SEEDS, STEPS, BATCH, TEXTS, LENGTH, WIDTH, RATE = (0, 1, 2), 300, 32, 192, 16, 16, 1e-2
 ARMS: dict[str, dict[str, Any]] = {
     "hard": {"garden_variant": "static", "garden_soft_weight": 0.0},
     "soft": {"garden_variant": "static", "garden_soft_weight": 1.0},
