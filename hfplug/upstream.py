@@ -81,6 +81,7 @@ _LOSS_API = "Trainer offers added loss terms"
 _QUANTIZER_API = "transformers takes a registered quantizer out again, and refuses a folder whose quantizer is missing"
 _CACHE_API = "transformers builds a cache from third-party layers, by layer type"
 _GRPO_API = "GRPOTrainer offers hooks for weights and token loss"
+_DISTILL_API = "TRL's distillation trainers take a loss over both models' hidden states"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
 
 UPSTREAM = (
@@ -284,6 +285,25 @@ UPSTREAM = (
     ),
     Upstream("trl.trainer.sft_trainer:SFTTrainer._set_signature_columns_if_needed", "drift", "SFTTrainer takes a weight per row"),
     Upstream("trl.trainer.utils:FusedCausalLMOutput", "drift", "SFTTrainer takes a weight per row", ("log_probs", "label_mask")),
+    Upstream(
+        "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss", "eopd", _DISTILL_API,
+        ("unwrapped_student", "inputs", "num_items_in_batch"),
+    ),
+    Upstream(
+        "trl.trainer.distillation_trainer:DistillationTrainer.compute_loss", "eopd", _DISTILL_API,
+        ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
+    Upstream(
+        "trl.trainer.distillation_trainer:DistillationTrainer._get_last_hidden_state", "eopd", _DISTILL_API,
+        ("unwrapped_model", "input_ids", "attention_mask", "logits_to_keep"),
+    ),
+    Upstream(
+        "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "bridge_garden", _DISTILL_API,
+        ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
+    Upstream("trl.models.utils:_ForwardRedirection", "bridge_garden", _DISTILL_API),
+    Upstream("trl.models:prepare_deepspeed", "bridge_garden", _DISTILL_API),
+    Upstream("trl.trainer.utils:maybe_gather_lm_head_ctx", "eopd, bridge_garden", _DISTILL_API),
     Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
     Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
     Upstream("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "patch seam", _PEFT_API),
@@ -294,5 +314,21 @@ DERIVED = (
     Derived(
         "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss", "trainers.grpo_base", _GRPO_API,
         "a0773aa2fda0f039bb971e47960d38b0f17ff46801f71043e1a7f8c000e7205f",
+    ),
+    Derived(
+        "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss", "eopd", _DISTILL_API,
+        "ad771055a2679258a294d68c763ebe87c53caf67ba95313857be968bacfd4009",
+    ),
+    Derived(
+        "trl.trainer.distillation_trainer:DistillationTrainer.compute_loss", "eopd", _DISTILL_API,
+        "4d284fd0e27e4e75ede3b7aea35f4140c6d8ed30ee5ebd7238cff6af1f6ed342",
+    ),
+    Derived(
+        "trl.trainer.distillation_trainer:DistillationTrainer._get_last_hidden_state", "eopd", _DISTILL_API,
+        "5a98607c6937117f78aef18c69df38c9cf9af5fe12cd707fc82107a98b69404b",
+    ),
+    Derived(
+        "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "bridge_garden", _DISTILL_API,
+        "337f03c9d4c0dfe10ca5f4d3bf4f3285b876c5c35d365f6b309548c779538b5e",
     ),
 )  # fmt: skip

@@ -122,9 +122,7 @@ class SinkMonitorCallback(HfplugCallback):
             for name in ("mask", "documents"):
                 if found.get(name) is not None:
                     found[name] = found[name][:rows]
-        scored = sink_scores(
-            query, key, scaling=scaling, chunk=self.config.chunk, argmax=self.config.argmax_share, **found
-        )
+        scored = sink_scores(query, key, scaling=scaling, chunk=self.config.chunk, argmax=self.config.argmax_share, **found)
         self._measured.add(layer)
         self._log(layer, scored)
         if self.config.value_norm:

@@ -40,9 +40,7 @@ class SinkMonitorConfig:
         default=True,
         metadata={"help": "count the first token's attention to itself (always 1) in the mean, as the score's definition does"},
     )
-    value_norm: bool = field(
-        default=True, metadata={"help": "log ||v_0|| / median_j ||v_j||, the mean over key-value heads"}
-    )
+    value_norm: bool = field(default=True, metadata={"help": "log ||v_0|| / median_j ||v_j||, the mean over key-value heads"})
     argmax_share: bool = field(
         default=False,
         metadata={"help": "log the fraction of (query, head) pairs whose largest weight is on the first token"},

@@ -103,4 +103,3 @@ def take(values: Tensor, index: Tensor) -> Tensor:
     groups, n, dim = values.shape
     offset = (torch.arange(groups, device=index.device) * n).view(-1, *[1] * (index.dim() - 1))
     return values.reshape(groups * n, dim).index_select(0, (index + offset).flatten()).view(*index.shape, dim)
-

@@ -134,7 +134,7 @@ def near(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> tuple[Ten
     if kernels := _kernels(q):
         return kernels.near(q, k, v, block, scale)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    for (rows, keys, causal) in _near_parts(q.shape[2], block):
+    for rows, keys, causal in _near_parts(q.shape[2], block):
         for group in range(q.shape[0]):
             qs, ks, vs = _blocks(q[group], k[group], v[group], rows, keys)
             part, part_lse = _flash(qs, ks, vs, is_causal=causal, scale=scale)
@@ -154,7 +154,7 @@ def near_backward(
     if kernels := _kernels(q):
         return kernels.near_backward(q, k, v, block, scale, o, lse, grad, delta)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for (rows, keys, causal) in _near_parts(q.shape[2], block):
+    for rows, keys, causal in _near_parts(q.shape[2], block):
         for group in range(q.shape[0]):
             qs, ks, vs = _blocks(q[group], k[group], v[group], rows, keys)
             outs = rows.of(o[group]), rows.of(lse[group][..., None])[..., 0]

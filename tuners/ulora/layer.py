@@ -17,9 +17,7 @@ from hfplug.tuners.ulora.gate import Gate, context_mean, normalised
 from hfplug.tuners.ulora.state import ModelState
 
 
-def mean_factors(
-    config: ULoraConfig, a: torch.Tensor, b: torch.Tensor, mean: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_factors(config: ULoraConfig, a: torch.Tensor, b: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``A`` and ``s·B·diag(m)``: an adapter with its mean utilisation ``m`` ``(r,)``, float32 or wider."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return a.to(wide), b.to(wide) * mean.to(b.device, wide) * config.scaling
@@ -81,8 +79,7 @@ class ULoraLinear(TunerLinear):
     def _utilisation(self, name: str, z: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         if z.dim() != 3:
             raise UnsupportedError(
-                f"ulora: {self.key!r} was called with an input of {z.dim()} dimensions; "
-                "the gate needs (batch, tokens, features)"
+                f"ulora: {self.key!r} was called with an input of {z.dim()} dimensions; the gate needs (batch, tokens, features)"
             )
         with torch.autocast(z.device.type, enabled=False):  # which would put the gate and the counts of tokens in bfloat16
             return self._gated(name, z if z.dtype == torch.float64 else z.float(), features)
