@@ -72,10 +72,11 @@ def _further_arguments(run: Run) -> dict[str, Any]:
         scorer = script.reward_model_name_or_path
         return {"reward_funcs": [*([scorer] if scorer else []), *reward_functions(script.reward_funcs or [])]}
     if run.task == "distill":
-        shared = {k: v for k, v in training.model_init_kwargs.items() if k in ("attn_implementation", "dtype")}
+        model = run.arguments["model"]
         training.teacher_model_init_kwargs = {
             "revision": training.teacher_model_revision,
-            **shared,
+            "attn_implementation": model.attn_implementation,  # not plugins.attention: an approximation of the student's own
+            "dtype": model.dtype,
             **(training.teacher_model_init_kwargs or {}),
         }
         return {"teacher_model": resolve_model(training.teacher_model_name_or_path)}
