@@ -175,7 +175,8 @@ def test_the_dtype_asked_for_and_a_config_that_is_reused(tmp_path: Path) -> None
     folder = saved(tmp_path)
     with installed():
         config = ToyConfig(levels=60)
-        one, two = load(folder, quantization_config=config, dtype=torch.bfloat16), load(folder, quantization_config=config)
+        one = load(folder, quantization_config=config, dtype=torch.bfloat16)
+        two = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=config)  # Auto classes copy it
         assert one(torch.arange(3, 9)[None]).logits.dtype == torch.bfloat16
         assert two.lm_head.weight.dtype == torch.float32
         assert config.modules_to_not_convert is None
@@ -230,3 +231,19 @@ def test_device_maps_and_pefts_preparation(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "packed")
         assert torch.equal(load(tmp_path / "packed", device_map={"": "cpu"})(ids).logits, expected)
         assert torch.equal(peft.prepare_model_for_kbit_training(model)(ids).logits, expected)
+
+
+def test_pefts_own_tuners_train_on_packed_layers_and_do_not_merge(tmp_path: Path) -> None:
+    """VeRA asks for the backend of a quantised layer: it runs, and its merge, which would round in silence, is refused."""
+    import peft
+
+    with installed():
+        model = load(saved(tmp_path), quantization_config=ToyConfig())
+        ids = torch.arange(3, 12)[None]
+        bare = model(ids).logits
+        adapted = peft.get_peft_model(model, peft.VeraConfig(r=4, target_modules=["q_proj"], init_weights=False)).eval()
+        expected = adapted(ids).logits
+        assert not torch.equal(expected, bare)
+        with pytest.raises(UnsupportedError, match="dequantize"):
+            adapted.merge_adapter()
+        assert torch.equal(adapted.unload()(ids).logits, bare)
