@@ -31,7 +31,8 @@ def section(entry: Entry) -> Iterator[str]:
     method, paper = entry.method, entry.method.paper
     yield f"## {method.name}\n"
     yield f"{method.kind.value.capitalize()}: {method.summary.rstrip('.')}.\n"
-    yield f"[{paper.title}]({paper.url}), {paper.venue}. Follows: {paper.fidelity}.\n"
+    title = f"[{paper.title}]({paper.url})" if paper.url else paper.title
+    yield f"{title}, {paper.venue}. Follows: {paper.fidelity}.\n"
     if method.example:
         yield f"```python\n{method.example}\n```\n"
     if method.requires:
