@@ -1,8 +1,9 @@
-"""The linear layer on packed weights: dequantise and multiply."""
+"""The linear layer on packed weights: Triton kernels on a GPU, dequantise and multiply elsewhere."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from typing import Any
 
@@ -44,7 +45,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Packed, bias: Tensor | None, act_format: Format | None) -> Tensor:
         ctx.packed, ctx.dtypes = packed, (x.dtype, None if bias is None else bias.dtype)
-        _say("dequantises weights and multiplies in torch: emulated")
+        kernels = _kernels(x, packed, act_format)
+        if kernels is not None:
+            return kernels.linear(x, packed, bias, act_format)
         stored = x if act_format is None else fake_quantize(x, act_format)
         return torch.nn.functional.linear(stored, dequantize(packed, x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -54,6 +57,29 @@ class _Linear(torch.autograd.Function):
         to_x = grad @ dequantize(ctx.packed, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         to_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
         return to_x, None, to_bias, None
+
+
+def _kernels(x: Tensor, packed: Packed, act_format: Format | None) -> Any:
+    """The Triton form, or ``None``; the log says once which."""
+    reason = _why_torch(x)
+    if reason is None:
+        from hfplug.kernels.mxfp4_plus import triton
+
+        reason = triton.why_not(packed.format, act_format)
+    if reason is not None:
+        _say(f"dequantises weights and multiplies in torch ({reason}): emulated")
+        return None
+    _say("uses Triton kernels that decode to the tensor cores' 16 bits: emulated")
+    return triton
+
+
+def _why_torch(x: Tensor) -> str | None:
+    """Why the Triton kernels cannot take tensors like this one; ``None`` if they can."""
+    if not x.is_cuda:
+        return f"tensors are on {x.device.type!r}, and the kernels need a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed: pip install 'hfplug[triton]'"
+    return None
 
 
 @functools.cache  # once per choice and process

@@ -302,7 +302,7 @@ def test_every_requirement_is_pinned_and_the_pin_satisfies_it() -> None:
     assert pins["torch"] == "2.13.0"
     assert all(re.fullmatch(r"[\w.]+", version) for version in pins.values()), "a local or missing version"
     extras = project["optional-dependencies"]
-    installed_by_make = [extras[name] for name in ("dev", "plots", "demo", "bnb")]
+    installed_by_make = [extras[name] for name in ("dev", "plots", "demo", "bnb", "mx")]
     for text in [*project["dependencies"], *(text for group in installed_by_make for text in group)]:
         requirement = Requirement(text)
         assert requirement.specifier, f"{text!r} has no bound"
