@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 _KIT = (
-    "tuner", "tuner_files", "loss", "callback", "attention", "attention_runs", "patch", "patch_files", "patch_runs", "cache",
+    "tuner", "tuner_files", "loss", "callback", "attention", "attention_runs", "patch", "patch_files", "patch_runs",
+    "cache", "cache_runs",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"hfplug.testing.{name}" for name in _KIT))
 
