@@ -6,12 +6,7 @@ bug. ``PROVEN`` is the set of versions the tests run with, the same as constrain
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import inspect
-import textwrap
 from dataclasses import dataclass
-from typing import Any
 
 PROVEN = {
     "torch": "2.13.0",
@@ -51,22 +46,13 @@ class Derived:
         name: ``"module:attribute.path"``.
         owner: the module that must be derived anew when it changes.
         until: when this reliance can go.
-        sha256: of the function's code, as :func:`fingerprint` gives it.
+        sha256: of the function's code, as tests/drift/test_upstream.py takes it.
     """
 
     name: str
     owner: str
     until: str
     sha256: str
-
-
-def fingerprint(function: Any) -> str:
-    """SHA-256 of what a function does: its syntax tree without docstring, so that comments and layout do not count."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        del body[0]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 _PEFT_API = "PEFT offers third-party registration (huggingface/peft#2273)"

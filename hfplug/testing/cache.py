@@ -10,22 +10,15 @@ or on one layer alone with random keys and values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import pytest
 
-from hfplug.testing.models import tiny_gemma3, tiny_gpt2, tiny_llama, tiny_qwen3
-from hfplug.testing.runs import Runs, off
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-HEADS, DIM = 2, 8
-_FAMILIES = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gemma3": tiny_gemma3}
+from hfplug.testing.cache_runs import DIM, FAMILIES, HEADS, CacheRuns, off
+from hfplug.testing.models import tiny_gpt2, tiny_llama
 
 
-class CacheContract(Runs):
+class CacheContract(CacheRuns):
     """What every cache method keeps; subclass it with a name that starts with ``Test``.
 
     Attributes:
@@ -37,53 +30,9 @@ class CacheContract(Runs):
         tolerance: for logits that must agree in fp32 but are summed in another order.
     """
 
-    method: ClassVar[str]
-    options: ClassVar[Mapping[str, Any]] = {}
-    window: ClassVar[int | None] = None
-    long: ClassVar[int] = 70
-    rows_independent: ClassVar[bool] = True
-    tolerance: ClassVar[float] = 1e-5
-
-    # -- what the tests run -------------------------------------------------------------------------------------------------
-
-    def cache(self, model: Any, **options: Any) -> Any:
-        """An empty cache for a model."""
-        from hfplug.seams.cache import make
-
-        return make(self.method, model, **{**self.options, **options})
-
-    def model(self, family: str = "llama") -> Any:
-        """A tiny model in evaluation mode."""
-        return _FAMILIES[family](max_position_embeddings=4 * self.long).eval()
-
-    def layer(self, **options: Any) -> tuple[Any, Any]:
-        """``(cache, its first own layer)`` with nothing stored."""
-        cache = self.cache(tiny_llama().config, **options)
-        return cache, cache.own_layers[0]
-
-    def states(self, rows: int = 3, tokens: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Random keys and values ``(rows, heads, tokens, dim)``; one channel of the keys is far larger than the rest."""
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        keys, values = torch.randn(2, rows, HEADS, tokens or self.long, DIM, generator=generator).unbind()
-        keys[..., 1] *= 50
-        return keys, values
-
-    def fill(self, keys: Tensor, values: Tensor, *, chunk: int | None = None, mask: Tensor | None = None, **options: Any) -> Any:
-        """A layer fed with these, in one chunk or several."""
-        cache, layer = self.layer(**options)
-        if mask is not None:
-            cache.padding(mask)
-        chunk = chunk or keys.shape[2]
-        for begin in range(0, keys.shape[2], chunk):
-            part = slice(begin, begin + chunk)
-            layer.update(keys[:, :, part], values[:, :, part])
-        return layer
-
     # -- equal to stock where everything is exact ---------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("family", _FAMILIES)
+    @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
     def test_b10_short_generations_equal_stock(self, family: str, settings: dict[str, Any]) -> None:
         """Within the window: tokens and logits of the stock cache, with left padding, greedy and by beams."""
@@ -242,6 +191,19 @@ class CacheContract(Runs):
         self.unchanged(layer, before, self.long)
 
     # -- padding ------------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("scale", [1e4, 1e-4, -1.0])
+    def test_b26_what_is_kept_exactly_is_so_at_any_size(self, scale: float) -> None:
+        """Very large, very small and negative keys: the last tokens keep their bits, the others their size."""
+        import torch
+
+        keys, values = self.states()
+        keys[..., 1] /= 50
+        layer = self.fill(scale * keys, values)
+        last = slice(self.long - layer.removable(), None)
+        read, _ = layer.read()
+        assert torch.equal(read[:, :, last], scale * keys[:, :, last])
+        assert off(read, scale * keys) <= 2 * off(scale * keys, torch.zeros(1))
 
     @pytest.mark.parametrize("chunk", [None, 9])
     def test_b41_padding_is_not_in_the_statistics(self, chunk: int | None) -> None:
@@ -487,14 +449,6 @@ class CacheContract(Runs):
         with pytest.raises(ConfigError, match=r"\(rows, tokens\)"):
             self.cache(model).padding(self.ids(1, 4)[0])
         assert self.cache(tiny_gpt2()).get_seq_length() == 0
-
-    def unchanged(self, layer: Any, before: Mapping[str, Tensor], length: int) -> None:
-        """Everything stored is what it was."""
-        import torch
-
-        assert layer.length == length
-        assert layer.state.keys() == before.keys()
-        assert all(torch.equal(layer.state[n], before[n]) for n in before)
 
 
 __all__ = ["DIM", "HEADS", "CacheContract"]

@@ -8,7 +8,7 @@ import pytest
 
 _KIT = (
     "tuner", "tuner_files", "loss", "callback", "attention", "attention_runs", "patch", "patch_files", "patch_runs", "cache",
-    "quantizer", "quantizer_adapters", "trainer",
+    "cache_runs", "quantizer", "quantizer_adapters", "trainer",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"hfplug.testing.{name}" for name in _KIT))
 
