@@ -172,6 +172,7 @@ def test_split_attention_is_attention_on_what_is_read(options: dict[str, Any], p
     mask = torch.ones(4, 70, dtype=torch.bool)
     if padded:
         mask[0, :16], mask[1, :14], mask[2] = False, False, False
+        mask[3, :62] = False  # exact first tokens on both sides of the last block's end
     layer = _fed(keys, values, mask, chunk=23, **options)
     assert 0 < layer.blocked < 70
     query = torch.randn(4, 6, 3, 8, generator=torch.Generator().manual_seed(5))
