@@ -184,9 +184,9 @@ def results_row(result: dict[str, Any]) -> ResultRow:
     means, price = result["means"], result["cost"]["sequence"]
     met = result["claim_holds"] and result["cost_holds"]
     return ResultRow(
-        f"first answers right: weighted by exp(return / beta) at least {LEAST} and {MARGIN} above plain SFT; a step at most {COST}",
+        f"first answers right: weighted at least {LEAST} and {MARGIN} above plain SFT, in every seed; a step at most {COST}",
         "above plain SFT on the same rollouts (the card's prototype: .968 against .868)",
-        f"weighted {means['sequence']:.3f}, plain {means['plain']:.3f}, reference {means['reference']:.3f}; step {price['median']:.3f}",
+        f"weighted {means['sequence']:.3f}, plain {means['plain']:.3f}, before {means['reference']:.3f}; step {price['median']:.3f}",
         "reproduced" if met else "partly reproduced" if result["claim_holds"] else "not reproduced",
     )
 
