@@ -186,7 +186,7 @@ def results_row(result: dict[str, Any]) -> ResultRow:
     return ResultRow(
         f"first answers right: weighted at least {LEAST} and {MARGIN} above plain SFT, in every seed; a step at most {COST}",
         "above plain SFT on the same rollouts (the card's prototype: .968 against .868)",
-        f"weighted {means['sequence']:.3f}, plain {means['plain']:.3f}, before {means['reference']:.3f}; step {price['median']:.3f}",
+        ", ".join(f"{name} {means[name]:.3f}" for name in ("reference", "plain", "sequence")) + f"; step {price['median']:.3f}",
         "reproduced" if met else "partly reproduced" if result["claim_holds"] else "not reproduced",
     )
 
