@@ -16,7 +16,7 @@ Expected: the exact cache finds most of them at 1k; two bits lose some; PatternK
 speed: one layer of SmolLM2's shape: a decoding step on what is stored, and storing 128 tokens. Expected: PatternKV at most 1.5
 times KIVI; finding the patterns once costs tens of ordinary blocks.
 
-Run by ``python benchmarks/patternkv.py [--stage quality|needle|speed] [--quick]``; writes results/patternkv.json (quick: nothing).
+Run by ``python benchmarks/patternkv.py [--stage quality|needle|speed] [--quick]``; writes results/patternkv.json.
 One thread; the whole takes about an hour.
 """
 
