@@ -321,7 +321,7 @@ def both_launch(a: Packed, p: Packed, bias: Tensor | None, y: Tensor) -> Launch:
         "macros": p.format.macros(K), "BM": BM, "BN": BN, "A_BLOCK": a.format.block, "BLOCK": p.format.block,
         "A_FACTORS": a.factors is not None, "FACTORS": p.factors is not None, "WIDE": interpreted(),
     }  # fmt: skip
-    arguments |= pieces(a.format, p.format, 64)
+    arguments |= pieces(a.format, p.format, 32)  # 64 at a time spill where N is no multiple of 16
     return Launch(both_kernel, triton.cdiv(M, BM) * triton.cdiv(N, BN), arguments, options_of(4, 2))
 
 
