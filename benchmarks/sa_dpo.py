@@ -192,7 +192,7 @@ def results_row(result: dict[str, Any]) -> _bench.ResultRow:
     parts = []
     for arm in ARMS:
         moved, kl, right = ([r[arm][key] for r in runs] for key in ("synonyms", "kl", "accuracy"))
-        parts.append(f"{arm}: |Delta| {_bench.spread(moved)}, KL {statistics.mean(kl):.3f}, accuracy {statistics.mean(right):.3f}")
+        parts.append(f"{arm}: |Delta| {_bench.spread(moved)}, KL {statistics.mean(kl):.3f}, right {statistics.mean(right):.3f}")
     told = "; ".join(parts)
     held = sum(said.values())
     return _bench.ResultRow(
