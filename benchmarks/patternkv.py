@@ -130,7 +130,8 @@ def logits(model: Any, states: Any, ids: torch.Tensor) -> torch.Tensor:
 def interpolated(bits: float, curve: list[tuple[float, float]]) -> float:
     """Log KL of a curve at these bits: linear between neighbours on its lower hull, beyond its ends along the last line."""
     points: list[tuple[float, float]] = []
-    for point in sorted(curve):
+    best = {b: min(y for other, y in curve if other == b) for b, _ in curve}  # keys alone do not see the group of the values
+    for point in sorted(best.items()):
         while len(points) > 1 and _slope(points[-2], points[-1]) >= _slope(points[-2], point):
             points.pop()
         points.append(point)
