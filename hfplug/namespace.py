@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hfplug import activation
@@ -20,8 +21,17 @@ def _loaded(entry: Entry | None, dotted: str) -> Any:
     return value
 
 
-def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``(__getattr__, __dir__)`` for the package ``module`` that is the home of one kind, fed by the catalogue."""
+def lazy_namespace(
+    kind: Kind, module: str, more: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``(__getattr__, __dir__)`` for the module that is the home of one kind, fed by the catalogue.
+
+    Args:
+        kind: the kind.
+        module: the module's name.
+        more: further names to offer there -> the module each is in, which imports torch and must not be imported with this one.
+    """
+    own = more or {}
 
     def names() -> dict[str, tuple[Entry, str]]:
         return {name: (e, dotted) for e in catalogue().at_home(kind) for name, dotted in e.method.public_names.items()}
@@ -30,13 +40,16 @@ def lazy_namespace(kind: Kind, module: str) -> tuple[Callable[[str], Any], Calla
         # Import machinery probes dunders and submodules before the catalogue can be read.
         if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name in own:
+            return getattr(importlib.import_module(own[name]), name)
         found = names()
         if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
         return _loaded(*found[name])
 
     def __dir__() -> list[str]:
-        return sorted(names())
+        here = [n for n, v in vars(sys.modules[module]).items() if getattr(v, "__module__", None) == module and n[0] != "_"]
+        return sorted({*here, *names(), *own})
 
     return __getattr__, __dir__
 

@@ -148,3 +148,17 @@ def table(cls: type[Any]) -> list[dict[str, str]]:
             {"name": f.name, "type": describe(hints[f.name]), "default": default, "help": str(f.metadata.get("help", ""))}
         )
     return rows
+
+
+class Checked:
+    """Base of configurations that name what is wrong with an option."""
+
+    def require(self, *checks: tuple[str, bool, str]) -> None:
+        """Check options: for each its name, whether it is right, and what is allowed.
+
+        Raises:
+            ConfigError: the first that is not right.
+        """
+        for name, good, allowed in checks:
+            if not good:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {allowed}")

@@ -44,18 +44,4 @@ def add(trainer: Trainer, term: str | LossTerm, **options: Any) -> TermHandle:
     return loss.add(trainer, term, **options)
 
 
-_lazy_getattr, _lazy_dir = lazy_namespace(Kind.LOSS, __name__)
-# Offered here for users; they live in the seam, which imports torch and must not be imported with this package.
-_NAMES = ("LossTerm", "Term", "TermHandle")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        from hfplug.seams import loss
-
-        return getattr(loss, name)
-    return _lazy_getattr(name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*_lazy_dir(), *_NAMES, "add"])
+__getattr__, __dir__ = lazy_namespace(Kind.LOSS, __name__, dict.fromkeys(("LossTerm", "Term", "TermHandle"), "hfplug.seams.loss"))

@@ -47,7 +47,7 @@ from hfplug import activation, artefacts
 from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest, one_line
 from hfplug.ledger import Ledger
 from hfplug.method import Kind
-from hfplug.options import build
+from hfplug.options import Checked, build
 from hfplug.packed import PackedLinear, packed_modules
 from hfplug.plugins import Entry, catalogue
 
@@ -57,7 +57,7 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose exper
 
 
 @dataclass(repr=False)
-class QuantizerConfig(QuantizationConfigMixin):
+class QuantizerConfig(Checked, QuantizationConfigMixin):
     """Base of every quantizer configuration of a plugin: subclass it as a dataclass and set ``method``."""
 
     method: ClassVar[str]
@@ -98,16 +98,6 @@ class QuantizerConfig(QuantizationConfigMixin):
     def asked(self) -> frozenset[str]:
         """The options that were given, whatever their values."""
         return frozenset(vars(self)["_asked"])
-
-    def require(self, *checks: tuple[str, bool, str]) -> None:
-        """Check options: for each its name, whether it is right, and what is allowed.
-
-        Raises:
-            ConfigError: the first that is not right.
-        """
-        for name, good, allowed in checks:
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {allowed}")
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ from hfplug import activation, artefacts, optimization
 from hfplug.errors import ConfigError, HfplugError, UnsupportedError, nearest, one_line
 from hfplug.ledger import Ledger
 from hfplug.method import Kind
-from hfplug.options import build
+from hfplug.options import Checked, build
 from hfplug.packed_adapters import backend_of
 from hfplug.plugins import Entry, catalogue, load
 from hfplug.probing import evaluating, probe_ids
@@ -60,7 +60,7 @@ class PluginPeftType(str):
 
 
 @dataclass
-class PluginConfig(PeftConfig):
+class PluginConfig(Checked, PeftConfig):
     """Base of every tuner configuration of a plugin.
 
     Subclass it as a dataclass, set ``method``, and add the tuner's own options with ``metadata={"help": ...}``.
@@ -101,16 +101,6 @@ class PluginConfig(PeftConfig):
             value = getattr(self, name)
             if isinstance(value, list):
                 setattr(self, name, set(value))
-
-    def require(self, *checks: tuple[str, bool, str]) -> None:
-        """Check options: for each its name, whether it is right, and what is allowed.
-
-        Raises:
-            ConfigError: the first that is not right.
-        """
-        for name, good, allowed in checks:
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {allowed}")
 
     def to_dict(self) -> dict[str, Any]:
         """As PEFT's, with sets as sorted lists: the same adapter gives the same file."""
