@@ -66,6 +66,7 @@ _PATCH_API = "transformers builds a model with changes that its configuration re
 _LOSS_API = "Trainer offers added loss terms"
 _QUANTIZER_API = "transformers takes a registered quantizer out again, and refuses a folder whose quantizer is missing"
 _CACHE_API = "transformers builds a cache from third-party layers, by layer type"
+_DPO_API = "DPOTrainer takes a loss of the two log ratios, and a column for it"
 _GRPO_API = "GRPOTrainer offers hooks for weights and token loss"
 _DISTILL_API = "TRL's distillation trainers take a loss over both models' hidden states"
 _CHECKPOINT_API = "Trainer lets a callback write and read files of a checkpoint"
@@ -290,6 +291,12 @@ UPSTREAM = (
     Upstream("trl.models.utils:_ForwardRedirection", "bridge_garden", _DISTILL_API),
     Upstream("trl.models:prepare_deepspeed", "bridge_garden", _DISTILL_API),
     Upstream("trl.trainer.utils:maybe_gather_lm_head_ctx", "eopd, bridge_garden", _DISTILL_API),
+    Upstream(
+        "trl.trainer.dpo_trainer:DPOTrainer._compute_loss", "sa_dpo", _DPO_API, ("model", "inputs", "return_outputs"),
+    ),
+    Upstream("trl.trainer.dpo_trainer:DPOTrainer._precompute_ref_logps", "sa_dpo", _DPO_API, ("dataset", "name", "batch_size")),
+    Upstream("trl.trainer.dpo_trainer:DPOTrainer.compute_ref_log_probs", "sa_dpo", _DPO_API, ("model", "inputs")),
+    Upstream("trl.trainer.dpo_trainer:DPOTrainer._set_signature_columns_if_needed", "sa_dpo", _DPO_API),
     Upstream("peft.config:PeftConfigMixin.save_pretrained", "patch seam", _PEFT_API, ("save_directory",)),
     Upstream("peft.config:PeftConfigMixin.from_pretrained", "patch seam", _PEFT_API, ("pretrained_model_name_or_path",)),
     Upstream("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "patch seam", _PEFT_API),
