@@ -191,8 +191,9 @@ def results_row(result: dict[str, Any]) -> _bench.ResultRow:
     runs, said = result["runs"], result["expected"]
     parts = []
     for arm in ARMS:
-        moved, kl, right = ([r[arm][key] for r in runs] for key in ("synonyms", "kl", "accuracy"))
-        parts.append(f"{arm}: |Delta| {_bench.spread(moved)}, KL {statistics.mean(kl):.3f}, right {statistics.mean(right):.3f}")
+        moved, kl, won = ([r[arm][key] for r in runs] for key in ("synonyms", "kl", "accuracy"))
+        means = f"KL {statistics.mean(kl):.3f}, accuracy {statistics.mean(won):.3f}"
+        parts.append(f"{arm}: |Delta| {_bench.spread(moved)}, {means}")
     told = "; ".join(parts)
     held = sum(said.values())
     return _bench.ResultRow(
