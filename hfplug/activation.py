@@ -34,7 +34,6 @@ SEAMS = (
 )
 _ledgers: dict[str, Ledger] = {}
 _waiting: dict[str, None] = {}  # seams to activate as soon as no plugin is half imported
-_busy: set[str] = set()  # seams that are being activated: what they import may be their own trigger
 
 
 @functools.cache
@@ -70,19 +69,18 @@ def activate(seam: str) -> None:
     imported. The seam waits for :func:`finish`, which is called where methods are used.
     """
     module = importlib.import_module(seam)  # the first import of a seam activates it by its own hook
-    if seam not in _ledgers and seam not in _busy:
+    if seam not in _ledgers:
         if _half_imported():
             _waiting[seam] = None
             return
         _waiting.pop(seam, None)
-        ledger = Ledger(seam)
-        _busy.add(seam)
+        ledger = _ledgers[seam] = Ledger(seam)  # at once: what it imports may be its own trigger
         try:
             with ledger.transaction():
                 module.activate(ledger)
-        finally:
-            _busy.discard(seam)
-        _ledgers[seam] = ledger
+        except BaseException:
+            del _ledgers[seam]
+            raise
 
 
 def finish() -> None:

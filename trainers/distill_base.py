@@ -164,6 +164,19 @@ def _check_head(model: Any, head: Head, role: str) -> None:
         )
 
 
+def heads_of(student: nn.Module, teacher: nn.Module) -> tuple[Head, Head]:
+    """Both heads, for the tiles of one step.
+
+    Raises:
+        UnsupportedError: they are on two devices.
+    """
+    heads = Head.of(student), Head.of(teacher)
+    own, other = (head.weight.device for head in heads)
+    if own != other:
+        raise UnsupportedError(f"the student's head is on {own}, the teacher's on {other}: put both on one device_map device")
+    return heads
+
+
 def per_token(total: Any, count: Any, items: Any) -> Any:
     """``total`` over the number of tokens of the whole accumulation window, or of this batch where that is unknown."""
     if items is None:

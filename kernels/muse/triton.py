@@ -25,7 +25,6 @@ from hfplug.kernels.muse.triton_backward import (
     tilt_backward_launches,
 )
 from hfplug.kernels.muse.triton_common import (
-    Launch,
     Seen,
     check_attend,
     check_gathered,
@@ -37,6 +36,7 @@ from hfplug.kernels.muse.triton_common import (
     rows_of,
     tiles,
 )
+from hfplug.launch import Launch
 
 __all__ = [
     "attend", "attend_backward", "attend_gathered", "attend_gathered_backward", "launches_of_a_step", "near", "near_backward",

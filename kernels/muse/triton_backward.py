@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hfplug.kernels.muse.triton_common import (
-    Launch,
     Seen,
     check,
     check_attend,
@@ -23,12 +22,12 @@ from hfplug.kernels.muse.triton_common import (
     common,
     hide,
     inner,
-    options_of,
     piece,
     row_totals,
     rows_of,
     tiles,
 )
+from hfplug.launch import Launch, launch_options
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -310,7 +309,7 @@ def tilt_backward_launches(
         "C": C, "T": T, "P": P, "scale": scale, **shared, "BKV": piece(k.dtype, Dv), "BC": BC, "BP": BP,
     }  # fmt: skip
     return {
-        "mean": Launch(tilt_mean_kernel, triton.cdiv(L.numel(), 16), summaries, options_of(4, 1)),
+        "mean": Launch(tilt_mean_kernel, triton.cdiv(L.numel(), 16), summaries, launch_options(4, 1)),
         "dkv": Launch(tilt_backward_kernel, G * T * triton.cdiv(P, BP), members, options),
     }
 

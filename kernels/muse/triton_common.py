@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hfplug import ConfigError, UnsupportedError
+from hfplug.launch import launch_options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # of keys and values: an accumulator of 16 rows still fits the registers
@@ -74,20 +75,6 @@ def row_totals(lse, at, mask):  # type: ignore[no-untyped-def]
     return tl.where(total == float("-inf"), float("inf"), total)
 
 
-class Launch(NamedTuple):
-    """A kernel with everything it is started with; ``arguments`` are the kernel's own, by name; ``options`` are Triton's."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    options: dict[str, int]
-
-    def run(self) -> None:
-        """Start it on the current stream; nothing to do where the output is empty."""
-        if self.programs:
-            self.kernel[(self.programs,)](**self.arguments, **self.options, enable_fp_fusion=True)
-
-
 @dataclass(frozen=True)
 class Seen:
     """Which keys the rows of a group attend to.
@@ -145,15 +132,7 @@ def tiles(kernel: str, dtype: torch.dtype, width: int, own: int, other: int) -> 
     rows, columns, warps, stages = TILES[kernel, bits][0 if width <= 64 else 1 if width <= 128 else 2]
     if torch.version.hip and (kernel, bits) == ("tilt_backward", 16):
         warps = 4  # AMD gives a thread 512 registers in groups of four warps, and only 256 in groups of eight
-    return power(own, 16, rows), power(other, 16, columns), options_of(warps, stages)
-
-
-def options_of(warps: int, stages: int) -> dict[str, int]:
-    """Triton's options of a launch."""
-    if torch.version.hip:
-        return {"num_warps": warps, "num_stages": 1}  # a pipeline takes the registers of what it loads ahead there
-    # Left alone, ptxas spills a few registers where that lets one more block on a multiprocessor; 8 warps of 255 still fit one.
-    return {"num_warps": warps, "num_stages": stages, "maxnreg": 255}
+    return power(own, 16, rows), power(other, 16, columns), launch_options(warps, stages)
 
 
 def power(size: int, least: int, most: int) -> int:

@@ -7,14 +7,13 @@ cannot be pulled out of the whole sum.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hfplug.kernels.mxfp4_plus.formats import SCALES, Format, Packed, checked
+from hfplug.launch import Launch, launch_options
 
 MACROS = (32, 64, 128, 256)
 
@@ -130,6 +129,15 @@ def _inverse(factors, rows, R, piece, macros):  # type: ignore[no-untyped-def]
     return 1.0 / (1.0 + byte.to(tl.float32) * 0.00390625)
 
 
+@triton.jit
+def _finish(total, bias, y, rows, columns, M, N):  # type: ignore[no-untyped-def]
+    """Add the bias to a tile of ``y`` and store it."""
+    if bias is not None:
+        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    at = y + rows[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(at, total, mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def weights_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -173,10 +181,7 @@ def weights_kernel(  # type: ignore[no-untyped-def]
         if FACTORS:
             part = part * _inverse(factors, columns, N, start // MACRO, macros)[None, :]
         total += part
-    if bias is not None:
-        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    at = y + rows[:, None].to(tl.int64) * N + columns[None, :]
-    tl.store(at, total, mask=(rows < M)[:, None] & (columns < N)[None, :])
+    _finish(total, bias, y, rows, columns, M, N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -225,24 +230,7 @@ def both_kernel(  # type: ignore[no-untyped-def]
         if FACTORS:
             part = part * _inverse(factors, columns, N, start // MACRO, macros)[None, :]
         total += part
-    if bias is not None:
-        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    at = y + rows[:, None].to(tl.int64) * N + columns[None, :]
-    tl.store(at, total, mask=(rows < M)[:, None] & (columns < N)[None, :])
-
-
-class Launch(NamedTuple):
-    """A kernel with everything it is started with; ``arguments`` are the kernel's own, by name."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    options: dict[str, int]
-
-    def run(self) -> None:
-        """Start it on the current stream; nothing to do where the output is empty."""
-        if self.programs:
-            self.kernel[(self.programs,)](**self.arguments, **self.options, enable_fp_fusion=True)
+    _finish(total, bias, y, rows, columns, M, N)
 
 
 def interpreted() -> bool:
@@ -290,7 +278,7 @@ def quantize_launch(x: Tensor, p: Packed) -> Launch:
         "R": R, "K": K, "padded": fmt.padded(K), "macros": fmt.macros(K), "BR": 8, "BLOCK": fmt.block, "MACRO": macro,
         "ADDED": SCALES[fmt.scale], "STATIC": fmt.mbs == "static",
     }  # fmt: skip
-    return Launch(quantize_kernel, triton.cdiv(R, 8) * triton.cdiv(fmt.padded(K), macro), arguments, options_of(4, 1))
+    return Launch(quantize_kernel, triton.cdiv(R, 8) * triton.cdiv(fmt.padded(K), macro), arguments, launch_options(4, 1))
 
 
 def weights_launch(x: Tensor, p: Packed, bias: Tensor | None, y: Tensor) -> Launch:
@@ -307,7 +295,7 @@ def weights_launch(x: Tensor, p: Packed, bias: Tensor | None, y: Tensor) -> Laun
         "WIDE": wide, "PRECISION": "ieee" if exact else "tf32",
     }  # fmt: skip
     arguments |= pieces(fmt, None, 32 if wide else 64)
-    return Launch(weights_kernel, triton.cdiv(M, BM) * triton.cdiv(N, BN), arguments, options_of(4, 1 if exact else 2))
+    return Launch(weights_kernel, triton.cdiv(M, BM) * triton.cdiv(N, BN), arguments, launch_options(4, 1 if exact else 2))
 
 
 def both_launch(a: Packed, p: Packed, bias: Tensor | None, y: Tensor) -> Launch:
@@ -322,7 +310,7 @@ def both_launch(a: Packed, p: Packed, bias: Tensor | None, y: Tensor) -> Launch:
         "A_FACTORS": a.factors is not None, "FACTORS": p.factors is not None, "WIDE": interpreted(),
     }  # fmt: skip
     arguments |= pieces(a.format, p.format, 32)  # 64 at a time spill where N is no multiple of 16
-    return Launch(both_kernel, triton.cdiv(M, BM) * triton.cdiv(N, BN), arguments, options_of(4, 2))
+    return Launch(both_kernel, triton.cdiv(M, BM) * triton.cdiv(N, BN), arguments, launch_options(4, 2))
 
 
 def pieces(one: Format, other: Format | None, most: int) -> dict[str, int]:
@@ -335,11 +323,3 @@ def pieces(one: Format, other: Format | None, most: int) -> dict[str, int]:
 def size_of(length: int, most: int) -> int:
     """The power of two that covers ``length``; ``tl.dot`` wants at least 16."""
     return int(min(max(triton.next_power_of_2(max(length, 1)), 16), most))
-
-
-def options_of(warps: int, stages: int) -> dict[str, int]:
-    """Triton's options of a launch."""
-    if torch.version.hip:
-        return {"num_warps": warps, "num_stages": 1}  # a pipeline takes the registers of what it loads ahead there
-    # Left alone, ptxas spills a few registers where that lets one more block on a multiprocessor.
-    return {"num_warps": warps, "num_stages": stages, "maxnreg": 255}

@@ -6,14 +6,13 @@ agree bit for bit. Forward only: scores have no gradient.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hfplug.errors import UnsupportedError
+from hfplug.launch import Launch
 from hfplug.sinks import SinkScores
 from hfplug.visibility import Pairs
 
@@ -278,22 +277,6 @@ def columns_kernel(  # type: ignore[no-untyped-def]
         tl.store(counts + (row * count_heads + head) * K + columns, number, mask=columns < K)
 
 
-class Launch(NamedTuple):
-    """A kernel with everything it is started with; ``arguments`` are the kernel's own, by name."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
-
-    def run(self) -> None:
-        """Start it on the current stream; nothing to do where the output is empty."""
-        if self.programs:
-            options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-            self.kernel[(self.programs,)](**self.arguments, **options)
-
-
 def launches(
     query: Tensor,
     key: Tensor,
@@ -343,10 +326,10 @@ def launches(
     rows = {**shared, "diagonal": buffers["diagonal"], "sinks": sinks if sinks is not None else buffers["total"]}
     columns = {**shared, "sums": buffers["sums"], "counts": buffers["counts"], "counted": counted}
     columns |= {"count_heads": buffers["counts"].shape[1], "BN": 32}
-    pairs = batch * heads
+    pairs, options = batch * heads, {"num_warps": 4, "num_stages": 2}
     return (
-        Launch(rows_kernel, triton.cdiv(T, size) * pairs, {**rows, "SINKS": sinks is not None}, 4, 2),
-        Launch(columns_kernel, triton.cdiv(K, 32) * pairs, columns, 4, 2),
+        Launch(rows_kernel, triton.cdiv(T, size) * pairs, {**rows, "SINKS": sinks is not None}, options),
+        Launch(columns_kernel, triton.cdiv(K, 32) * pairs, columns, options),
     )
 
 

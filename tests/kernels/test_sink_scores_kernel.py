@@ -239,7 +239,7 @@ def launches(dtype, dim=64, everything=False):
 
 
 def compiled(launch, chip):
-    return compile_only(launch.kernel, launch.arguments, chip, num_warps=launch.num_warps, num_stages=launch.num_stages)
+    return compile_only(launch.kernel, launch.arguments, chip, **launch.options)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=lambda d: str(d)[6:])

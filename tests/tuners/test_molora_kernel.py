@@ -354,7 +354,7 @@ def launches(rows, experts, d_in, d_out, dtype):
 
 
 def compiled(launch, chip):
-    return compile_only(launch.kernel, launch.arguments, chip, num_warps=launch.num_warps, num_stages=launch.num_stages)
+    return compile_only(launch.kernel, launch.arguments, chip, **launch.options)
 
 
 # What the launches of a rank-16 expert of a 2048-wide module take: registers per thread, bytes of shared memory per block.

@@ -16,7 +16,7 @@ from hfplug.seams.trainer import MethodTrainer, stock_trainer
 from hfplug.trainers import distill_base
 from hfplug.trainers.bridge_garden.config import BridgeGardenConfig
 from hfplug.trainers.bridge_garden.loss import hybrid_loss, soft_weight
-from hfplug.trainers.tiles import Head, Tiles, Wanted, tiles
+from hfplug.trainers.tiles import Tiles, Wanted, tiles
 
 SFTTrainer: Any = stock_trainer("sft")
 
@@ -105,12 +105,8 @@ class BridgeGardenTrainer(MethodTrainer, SFTTrainer):
         teacher = self.accelerator.unwrap_model(self.teacher_model)
         with torch.no_grad():
             target = self._forward_redirection(self.teacher_model, teacher, _last_hidden_state, teacher, given)
-        heads = Head.of(student), Head.of(teacher)
+        heads = distill_base.heads_of(student, teacher)
         device = heads[0].weight.device
-        if heads[1].weight.device != device:
-            raise UnsupportedError(
-                f"the student's head is on {device}, the teacher's on {heads[1].weight.device}: put both on one device_map device"
-            )
         labels = inputs["labels"][:, 1:].to(device)
         labelled = labels != -100
         followed = torch.zeros_like(labelled)

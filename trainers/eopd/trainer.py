@@ -14,7 +14,7 @@ from hfplug.seams.trainer import MethodTrainer, stock_trainer
 from hfplug.trainers import distill_base
 from hfplug.trainers.eopd.config import EOPDConfig
 from hfplug.trainers.eopd.loss import eopd_parts
-from hfplug.trainers.tiles import Head, Wanted, tiles
+from hfplug.trainers.tiles import Wanted, tiles
 
 DistillationTrainer: Any = stock_trainer("distill")
 
@@ -79,12 +79,8 @@ class EOPDTrainer(MethodTrainer, DistillationTrainer):
         """As in TRL: the loss, the sum of the student's entropies, and how many tokens they are of."""
         args: EOPDConfig = self.args
         hidden, target, teacher = self._hidden_pair(unwrapped_student, inputs)
-        heads = Head.of(unwrapped_student), Head.of(teacher)
+        heads = distill_base.heads_of(unwrapped_student, teacher)
         device = heads[0].weight.device
-        if heads[1].weight.device != device:
-            raise UnsupportedError(
-                f"the student's head is on {device}, the teacher's on {heads[1].weight.device}: put both on one device_map device"
-            )
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:  # what a tool said is not the student's
             mask = mask * inputs["tool_mask"]

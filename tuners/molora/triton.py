@@ -9,11 +9,11 @@ Sums are accumulated in float32 in a fixed order: no atomics, so two runs agree 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+
+from hfplug.launch import Launch
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -129,22 +129,6 @@ def weight_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, acc.to(out.dtype.element_ty), mask=o_mask[:, None] & i_mask[None, :])
 
 
-class Launch(NamedTuple):
-    """A kernel with everything it is started with; ``arguments`` are the kernel's own, by name."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
-
-    def run(self) -> None:
-        """Start it on the current stream; nothing to do where the output is empty."""
-        if self.programs:
-            options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-            self.kernel[(self.programs,)](**self.arguments, **options)
-
-
 def rows_launch(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> Launch:
     """How ``out[n] = x[n] @ weight[e(n)]`` is started: ``x`` (N, K), ``weight`` (E, K, J) of any strides, ``out`` (N, J)."""
     (N, K), (E, _, J) = x.shape, weight.shape
@@ -160,7 +144,7 @@ def rows_launch(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, ou
     }  # fmt: skip
     # An empty output needs no program; a plain ceil(N / BM) would be short wherever a run ends inside a tile.
     programs = (triton.cdiv(N, BM) + E) * triton.cdiv(J, BJ) if out.numel() else 0
-    return Launch(rows_kernel, programs, arguments, num_warps=4, num_stages=3)
+    return Launch(rows_kernel, programs, arguments, {"num_warps": 4, "num_stages": 3})
 
 
 def weight_launch(x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -174,7 +158,7 @@ def weight_launch(x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor, ou
         "BM": BM, "BI": BI, "BO": BO, "WIDEN": _interpreted(), "PRECISION": _precision(),
     }  # fmt: skip
     programs = E * triton.cdiv(d_in, BI) * triton.cdiv(d_out, BO) if out.numel() else 0
-    return Launch(weight_kernel, programs, arguments, num_warps=4, num_stages=3)
+    return Launch(weight_kernel, programs, arguments, {"num_warps": 4, "num_stages": 3})
 
 
 def multiply_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
