@@ -327,6 +327,11 @@ class MethodCache(Cache):
             if dim is not None:  # before a sliding layer has stored anything
                 layer.check(dim, dim)
 
+    @classmethod
+    def of(cls, model: Any, options: Any) -> MethodCache:
+        """A new cache for a model (also inside PEFT) or its configuration; a method that needs the model itself overrides it."""
+        return cls(getattr(model, "config", model), options)
+
     @property
     def own_layers(self) -> list[MethodLayer]:
         """The layers that are the method's."""

@@ -166,6 +166,7 @@ class Decoder:
             yield f"{self.layer_path(index)}.{path}", module, self._split(role, module)
 
     def _split(self, role: str, module: Any) -> Split:
+        module = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # inside PEFT
         width = int(module.nf if self.family.conv1d else module.out_features)
         if "/" in role:
             roles, heads = tuple(role.split("/")), int(self.config.num_attention_heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hfplug import activation
@@ -54,19 +54,21 @@ def lazy_namespace(
     return __getattr__, __dir__
 
 
-def lazy_method(method: Method, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``(__getattr__, __dir__)`` for the manifest ``module`` of one method: its public names, imported when asked for.
+def lazy_method(methods: Method | Sequence[Method], module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``(__getattr__, __dir__)`` for the manifest ``module`` of one or more methods: names, imported when asked for.
 
     For kinds whose folder is no package with names of its own (``kernels``): ``from hfplug.kernels.muse import MuSeConfig``.
     """
-    found = method.public_names
+    several = [methods] if isinstance(methods, Method) else methods
+    found = {name: (method.name, dotted) for method in several for name, dotted in method.public_names.items()}
 
     def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, found)}; it offers {sorted(found)}")
-        return _loaded(catalogue().entries.get(method.name), found[name])
+        owner, dotted = found[name]
+        return _loaded(catalogue().entries.get(owner), dotted)
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[module]), *found})

@@ -42,7 +42,7 @@ def make(method: str | Any, model: Any, **options: Any) -> MethodCache:
     if not (isinstance(cls, type) and issubclass(cls, MethodCache)):
         raise HfplugError(f"cache {name!r}: its target {cls!r} must be a subclass of hfplug.caching.MethodCache")
     made = config(name, **options) if isinstance(method, str) else method
-    return cls(getattr(model, "config", model), made)
+    return cls.of(model, made)
 
 
 def _named(made: Any, options: dict[str, Any]) -> str:

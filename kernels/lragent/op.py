@@ -1,0 +1,105 @@
+"""Attention over values that are stored in two parts, ``V = base + low B``, without adding them up (Flash-LoRA-Attention)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hfplug.attention import AttentionCall
+from hfplug.errors import ConfigError
+
+FEW = 8
+"""Queries up to which the products are written out: then copying all values next to ``low`` would cost more than they do."""
+
+
+def flash_lora_attention(call: AttentionCall, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Exact attention of ``call`` over the values ``call.value + low @ up``.
+
+    ``P (V + low B) = P V + (P low) B``: what is as long as the text is done in the rank, and ``up`` is applied to the queries
+    alone. Many queries: ``[V | low]`` is one value of ``dim_v + rank`` channels, for one call of exact attention, with whatever
+    that combines (masks, windows, softcap, learned sinks). Few queries: the two products are written out, and no value is
+    copied. Both are differentiable. LRAgent (arXiv 2602.01053), Algorithm 1; concatenating is our reading.
+
+    Args:
+        call: the call; its value is the shared base, ``(batch, kv_heads, keys, dim_v)``.
+        low: ``(batch, 1, keys, rank)``, the same for all heads.
+        up: ``(kv_heads, rank, dim_v)``, or ``(batch, kv_heads, rank, dim_v)`` where rows have adapters of their own. The scaling
+            of the adapter is in it.
+
+    Returns:
+        As :meth:`AttentionCall.exact`: ``(batch, queries, heads, dim_v)`` in the dtype of the call, and weights or ``None``.
+
+    Raises:
+        ConfigError: shapes that do not fit together.
+    """
+    _check(call, low, up)
+    low = low.to(call.value.dtype)
+    plain = call.softcap is None and call.s_aux is None and call.position_bias is None and not call.dropout
+    if plain and not call.output_attentions and call.query.shape[2] <= FEW:
+        return _written_out(call, low, up), None
+    return _concatenated(call, low, up)
+
+
+def _check(call: AttentionCall, low: Tensor, up: Tensor) -> None:
+    batch, groups, keys, dim = call.value.shape
+    if low.dim() != 4 or low.shape[:3] != (batch, 1, keys):
+        raise ConfigError(f"low {tuple(low.shape)} must be (batch, 1, keys, rank) = ({batch}, 1, {keys}, rank) for these values")
+    rank = low.shape[3]
+    if tuple(up.shape) not in ((groups, rank, dim), (batch, groups, rank, dim)):
+        raise ConfigError(
+            f"up {tuple(up.shape)} must be (kv_heads, rank, dim_v) = ({groups}, {rank}, {dim}), or that for each of {batch} rows"
+        )
+
+
+def _added(out: Tensor, mixed: Tensor, up: Tensor) -> Tensor:
+    """``out`` ``(batch, queries, heads, dim_v)`` and ``mixed`` ``(batch, queries, heads, rank)`` times the head's ``up``."""
+    batch, queries, heads, rank = mixed.shape
+    groups = up.shape[-3]
+    mixed = mixed.view(batch, queries, groups, heads // groups, rank).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    more = mixed.to(up.dtype) @ up  # (batch, groups, members x queries, dim_v)
+    more = more.view(batch, groups, heads // groups, queries, -1).flatten(1, 2).transpose(1, 2)
+    return (out + more).to(out.dtype)
+
+
+def _concatenated(call: AttentionCall, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
+    dim, width = call.value.shape[3], call.value.shape[3] + low.shape[3]
+    values = torch.cat((call.value, low.expand(-1, call.value.shape[1], -1, -1)), dim=-1)
+    # torch has fast forms for one size of queries, keys and values only; further zeros in the products change nothing.
+    wide = max(width, call.query.shape[3])
+    query, key = (pad(t, (0, wide - t.shape[3])) for t in (call.query, call.key))
+    made = dataclasses.replace(call, query=query, key=key, value=pad(values, (0, wide - width)))
+    out, weights = made.exact()
+    return _added(out[..., :dim], out[..., dim:width], up).contiguous(), weights
+
+
+def _written_out(call: AttentionCall, low: Tensor, up: Tensor) -> Tensor:
+    (batch, heads, queries, dim), groups = call.query.shape, call.key.shape[1]
+    members, mask = heads // groups, call.dense()
+    rows = call.query.reshape(batch, groups, members * queries, dim)  # all queries of a key head, one head after the other
+    scores = (rows @ call.key.transpose(2, 3)).to(torch.promote_types(rows.dtype, torch.float32)) * call.scaling
+    scores = scores.view(batch, heads, queries, -1)
+    hidden = None
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = ~mask
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)  # not -inf, of which a row without keys gets NaN
+    elif mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1)
+    if hidden is not None:
+        weights = weights.masked_fill(hidden, 0.0)
+    weights = weights.to(call.value.dtype).view(batch, groups, members * queries, -1)
+    out, mixed = (
+        (weights @ states).view(batch, heads, queries, -1).transpose(1, 2) for states in (call.value, low)
+    )  # low is broadcast over the heads
+    out = _added(out, mixed, up)
+    if call.mask is None and not call.uniform:
+        assert call.segments is not None
+        padding = call.segments[:, call.segments.shape[1] - queries :] == 0
+        out = out.masked_fill(padding[:, :, None, None], 0.0)
+    return out.contiguous()
+
+
+__all__ = ["FEW", "flash_lora_attention"]
