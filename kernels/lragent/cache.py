@@ -335,8 +335,8 @@ class LowRankValueCache(MethodCache):
                 row, at = other[0].tolist()
                 raise UnsupportedError(
                     f"lragent: token {start + at} of row {row} is {int(tokens[row, at])} for {agent!r}, and was "
-                    f"{int(known[row, at])} for the agent that stored it (-1: padding); agents share a cache only where they read "
-                    "one text"
+                    f"{int(known[row, at])} for the agent that stored it (-1: padding); agents share a cache only where they "
+                    "read one text"
                 )
         return tokens
 

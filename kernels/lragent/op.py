@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
+import logging
 
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from torch.nn.functional import pad
 
 from hfplug.attention import AttentionCall
 from hfplug.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 FEW = 8
 """Queries up to which the products are written out: then copying all values next to ``low`` would cost more than they do."""
@@ -21,7 +26,9 @@ def flash_lora_attention(call: AttentionCall, low: Tensor, up: Tensor) -> tuple[
     ``P (V + low B) = P V + (P low) B``: what is as long as the text is done in the rank, and ``up`` is applied to the queries
     alone. Many queries: ``[V | low]`` is one value of ``dim_v + rank`` channels, for one call of exact attention, with whatever
     that combines (masks, windows, softcap, learned sinks). Few queries: the two products are written out, and no value is
-    copied. Both are differentiable. LRAgent (arXiv 2602.01053), Algorithm 1; concatenating is our reading.
+    copied. Both are differentiable. On a GPU a Triton kernel does both at once and copies nothing, where no gradient is asked for
+    and the call has no more than causality, padding and packing; the log says once which. LRAgent (arXiv 2602.01053), Algorithm
+    1; concatenating is our reading.
 
     Args:
         call: the call; its value is the shared base, ``(batch, kv_heads, keys, dim_v)``.
@@ -37,6 +44,11 @@ def flash_lora_attention(call: AttentionCall, low: Tensor, up: Tensor) -> tuple[
     """
     _check(call, low, up)
     low = low.to(call.value.dtype)
+    reason = why_torch(call, low, up)
+    if not torch.compiler.is_compiling():
+        _say("the Triton kernel" if reason is None else f"torch ({reason})")
+    if reason is None:
+        return _by_triton(call, low, up), None
     plain = call.softcap is None and call.s_aux is None and call.position_bias is None and not call.dropout
     if plain and not call.output_attentions and call.query.shape[2] <= FEW:
         return _written_out(call, low, up), None
@@ -52,6 +64,41 @@ def _check(call: AttentionCall, low: Tensor, up: Tensor) -> None:
         raise ConfigError(
             f"up {tuple(up.shape)} must be (kv_heads, rank, dim_v) = ({groups}, {rank}, {dim}), or that for each of {batch} rows"
         )
+
+
+def why_torch(call: AttentionCall, low: Tensor, up: Tensor) -> str | None:
+    """Why the Triton kernel cannot take this call; ``None`` if it can."""
+    tensors = (call.query, call.key, call.value, low)
+    if not call.query.is_cuda:
+        return f"tensors are on {call.query.device.type!r}, and the kernel needs a GPU"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, up)):
+        return "a gradient is asked for"
+    if call.query.dtype == torch.float64 or len({t.dtype for t in tensors}) > 1:
+        return "float64 or mixed dtypes"
+    if call.mask is not None or call.dropout or call.output_attentions:
+        return "a dense mask, dropout or output_attentions"
+    if call.softcap is not None or call.s_aux is not None or call.position_bias is not None:
+        return "softcap, learned sinks or a position bias"
+    if low.shape[3] > 64 or max(call.query.shape[3], call.value.shape[3]) > 128:
+        return "a rank above 64 or heads above 128"
+    if importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed: pip install 'hfplug[triton]'"
+    return None
+
+
+@functools.cache  # once per choice and process
+def _say(choice: str) -> None:
+    logger.info("Flash-LoRA-Attention uses %s", choice)
+
+
+def _by_triton(call: AttentionCall, low: Tensor, up: Tensor) -> Tensor:
+    from hfplug.kernels.lragent import triton as kernels
+
+    out, mixed = (
+        t.transpose(1, 2)
+        for t in kernels.attention(call.query, call.key, call.value, low, call.segments, call.scaling, call.causal)
+    )
+    return _added(out, mixed, up.to(out.dtype)).to(call.value.dtype).contiguous()
 
 
 def _added(out: Tensor, mixed: Tensor, up: Tensor) -> Tensor:
