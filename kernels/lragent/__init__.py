@@ -52,7 +52,7 @@ METHODS = [
             "without": "exact attention through sdpa",
             "masks, windows, softcap, learned sinks, dropout, output_attentions": True,
         },
-        limits=("For more than 8 queries on the CPU the values are copied once, next to their low-rank part.",),
+        limits=("Outside of Triton, values are added up, layer by layer, for calls of more than 8 queries.",),
         example='AutoModelForCausalLM.from_pretrained(path, attn_implementation="lora_lowrank")',
         exports=("hfplug.kernels.lragent.op:flash_lora_attention",),
     ),

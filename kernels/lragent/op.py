@@ -9,7 +9,6 @@ import logging
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hfplug.attention import AttentionCall
 from hfplug.errors import ConfigError
@@ -17,18 +16,18 @@ from hfplug.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FEW = 8
-"""Queries up to which the products are written out: then copying all values next to ``low`` would cost more than they do."""
+"""Queries up to which the products are written out."""
 
 
 def flash_lora_attention(call: AttentionCall, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
     """Exact attention of ``call`` over the values ``call.value + low @ up``.
 
-    ``P (V + low B) = P V + (P low) B``: what is as long as the text is done in the rank, and ``up`` is applied to the queries
-    alone. Many queries: ``[V | low]`` is one value of ``dim_v + rank`` channels, for one call of exact attention, with whatever
-    that combines (masks, windows, softcap, learned sinks). Few queries: the two products are written out, and no value is
-    copied. Both are differentiable. On a GPU a Triton kernel does both at once and copies nothing, where no gradient is asked for
-    and the call has no more than causality, padding and packing; the log says once which. LRAgent (arXiv 2602.01053), Algorithm
-    1; concatenating is our reading.
+    ``P (V + low B) = P V + (P low) B``. Few queries: the two products are written out; what is as long as the text is done in the
+    rank, ``up`` is applied to the queries alone, and no value is copied. Many queries: the sum, once, and exact attention with
+    whatever that combines (masks, windows, softcap, learned sinks): from some ``dim_v * kv_heads / heads`` queries on it is less
+    work than a product of every query in the rank. Both are differentiable. On a GPU a Triton kernel has the two products under
+    one softmax, for any number of queries, where no gradient is asked for and the call has no more than causality, padding and
+    packing; the log says once which. LRAgent (arXiv 2602.01053), Algorithm 1.
 
     Args:
         call: the call; its value is the shared base, ``(batch, kv_heads, keys, dim_v)``.
@@ -52,7 +51,7 @@ def flash_lora_attention(call: AttentionCall, low: Tensor, up: Tensor) -> tuple[
     plain = call.softcap is None and call.s_aux is None and call.position_bias is None and not call.dropout
     if plain and not call.output_attentions and call.query.shape[2] <= FEW:
         return _written_out(call, low, up), None
-    return _concatenated(call, low, up)
+    return dataclasses.replace(call, value=call.value + low @ up.to(low.dtype)).exact()
 
 
 def _check(call: AttentionCall, low: Tensor, up: Tensor) -> None:
@@ -109,17 +108,6 @@ def _added(out: Tensor, mixed: Tensor, up: Tensor) -> Tensor:
     more = mixed.to(up.dtype) @ up  # (batch, groups, members x queries, dim_v)
     more = more.view(batch, groups, heads // groups, queries, -1).flatten(1, 2).transpose(1, 2)
     return (out + more).to(out.dtype)
-
-
-def _concatenated(call: AttentionCall, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
-    dim, width = call.value.shape[3], call.value.shape[3] + low.shape[3]
-    values = torch.cat((call.value, low.expand(-1, call.value.shape[1], -1, -1)), dim=-1)
-    # torch has fast forms for one size of queries, keys and values only; further zeros in the products change nothing.
-    wide = max(width, call.query.shape[3])
-    query, key = (pad(t, (0, wide - t.shape[3])) for t in (call.query, call.key))
-    made = dataclasses.replace(call, query=query, key=key, value=pad(values, (0, wide - width)))
-    out, weights = made.exact()
-    return _added(out[..., :dim], out[..., dim:width], up).contiguous(), weights
 
 
 def _written_out(call: AttentionCall, low: Tensor, up: Tensor) -> Tensor:
