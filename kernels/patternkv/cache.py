@@ -55,7 +55,7 @@ class PatternKVLayer(BlockLayer):
             groups = quantise(residual, options.bits, axis, group, mask, dtype)
             found[f"{part}_codes"] = pack(groups.codes, options.bits)
             found[f"{part}_step"], found[f"{part}_minimum"] = groups.step, groups.minimum
-            if self._count(part):
+            if self.pattern_count(part):
                 found[f"{part}_index"] = self._packed_index(part, index.where(counted[:, None], 0))
         if "mined" in self.state:
             self.state["mined"] = known | (counted.any().reshape(1) if options.share_batch else counted.any(1))
@@ -82,7 +82,7 @@ class PatternKVLayer(BlockLayer):
     def patterns(self, part: str) -> Tensor:
         """``(rows or 1, heads, 1 + patterns, dim)`` fp32, the first of them zero."""
         heads = self.state["window_keys"].shape[1]
-        if not self._count(part):
+        if not self.pattern_count(part):
             return torch.zeros(1, heads, 1, self.sizes[part], device=self.device)
         if self.options.pattern_bits == 16:
             stored = self.state[f"{part}_patterns"].float()
@@ -94,27 +94,29 @@ class PatternKVLayer(BlockLayer):
     def indices(self, part: str) -> Tensor:
         """``(rows, heads, blocked)`` int64 into :meth:`patterns`."""
         rows, heads = self.state["window_keys"].shape[:2]
-        if not self._count(part):
+        if not self.pattern_count(part):
             return torch.zeros(rows, heads, self.state[f"{part}_codes"].shape[2], dtype=torch.long, device=self.device)
-        return unpack(self.state[f"{part}_index"].transpose(2, 3), self._index_bits(part), self._columns(part)).squeeze(2).long()
+        return unpack(self.state[f"{part}_index"].transpose(2, 3), self.index_bits(part), self._columns(part)).squeeze(2).long()
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
     def _value_group(self, dim: int) -> int:
         return min(dim, 128) if self.options.value_group is None else self.options.value_group
 
-    def _count(self, part: str) -> int:
+    def pattern_count(self, part: str) -> int:
+        """Patterns per head that were asked for; 0: none are used."""
         return self.options.key_patterns if part == "key" else self.options.value_patterns
 
-    def _index_bits(self, part: str) -> int:
-        most = _LARGEST if self.options.new_patterns else self._count(part)
+    def index_bits(self, part: str) -> int:
+        """Bits of the index of a token's pattern."""
+        most = _LARGEST if self.options.new_patterns else self.pattern_count(part)
         return next(bits for bits in (1, 2, 4, 8) if most < 2**bits)
 
     def _packed_index(self, part: str, index: Tensor) -> Tensor:
-        return pack(index.to(torch.uint8)[:, :, None], self._index_bits(part)).transpose(2, 3)
+        return pack(index.to(torch.uint8)[:, :, None], self.index_bits(part)).transpose(2, 3)
 
     def _columns(self, part: str) -> int:
-        return self.state[f"{part}_index"].shape[2] * 8 // self._index_bits(part)
+        return self.state[f"{part}_index"].shape[2] * 8 // self.index_bits(part)
 
     def _mined_rows(self, counted: Tensor) -> Tensor:
         if "mined" not in self.state:
@@ -124,7 +126,7 @@ class PatternKVLayer(BlockLayer):
 
     def _learn(self, part: str, states: Tensor, counted: Tensor, known: Tensor) -> None:
         """Patterns of rows that have none yet, from this block; new ones, to be appended, of rows that have."""
-        count = self._count(part)
+        count = self.pattern_count(part)
         if not count:
             return
         if self.options.share_batch:
@@ -152,7 +154,7 @@ class PatternKVLayer(BlockLayer):
         return {f"{part}_pattern_codes": packed, f"{part}_pattern_step": groups.step, f"{part}_pattern_minimum": groups.minimum}
 
     def _assign(self, part: str, states: Tensor, patterns: Tensor, known: Tensor) -> Tensor:
-        if not self._count(part):
+        if not self.pattern_count(part):
             return torch.zeros(states.shape[:3], dtype=torch.long, device=states.device)
         patterns = patterns.expand(states.shape[0], -1, -1, -1)[:, :, 1:]
         index = nearest(states, patterns)
@@ -176,11 +178,11 @@ class PatternKVLayer(BlockLayer):
         for part, dim in (("key", key_dim), ("value", value_dim)):
             groups = blocked // o.key_group * dim if part == "key" else blocked * (dim // self._value_group(dim))
             total += rows * heads * (blocked * -(-dim * o.bits // 8) + groups * 2 * size)
-            if count := self._count(part):
+            if count := self.pattern_count(part):
                 if o.new_patterns:
                     count = min(count + self.added, _LARGEST)
                 one = dim * size if o.pattern_bits == 16 else -(-dim * o.pattern_bits // 8) + 2 * size
-                total += rows * heads * -(-blocked * self._index_bits(part) // 8) + shared * heads * count * one
+                total += rows * heads * -(-blocked * self.index_bits(part) // 8) + shared * heads * count * one
         return total + shared
 
     @property
