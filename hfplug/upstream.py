@@ -324,4 +324,12 @@ DERIVED = (
         "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "bridge_garden", _DISTILL_API,
         "337f03c9d4c0dfe10ca5f4d3bf4f3285b876c5c35d365f6b309548c779538b5e",
     ),
+    Derived(
+        "trl.trainer.dpo_trainer:DPOTrainer._compute_loss", "sa_dpo", _DPO_API,
+        "e1e96899b3b07d1087683ba8e890a04bac0737993ba5f18f08eade2d9340b3aa",
+    ),
+    Derived(
+        "trl.trainer.dpo_trainer:DPOTrainer.compute_ref_log_probs", "sa_dpo", _DPO_API,
+        "4d80fb98138e50bb0a430a7650642413acb3e42b9027b0bbc5ce803f798ca1a5",
+    ),
 )  # fmt: skip

@@ -181,7 +181,8 @@ def per_token(total: Any, count: Any, items: Any) -> Any:
     """``total`` over the number of tokens of the whole accumulation window, or of this batch where that is unknown."""
     if items is None:
         return total / count.clamp(min=1)
-    return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
+    items = torch.as_tensor(items, device=total.device)
+    return total / items.masked_fill(items == 0, 1)  # a window without tokens is 0, as in TRL, not 0 / 0
 
 
 def prepare_teacher(trainer: Any, teacher: nn.Module) -> nn.Module:

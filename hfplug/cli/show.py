@@ -6,9 +6,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hfplug.errors import HfplugError, one_line
+from hfplug.extensions import offers
 from hfplug.options import table
 from hfplug.plugins import Catalogue, Entry
 
@@ -73,7 +75,10 @@ def details(entry: Entry) -> None:
     if method.example:
         console.print(f"\n    {method.example}\n", highlight=False, markup=False)
     try:
-        options = Table("option", "type", "default", "meaning", box=box.SIMPLE)
+        options = Table(box=box.SIMPLE)
+        options.add_column("option", no_wrap=True)  # a name cut short cannot be used
+        for heading in ("type", "default", "meaning"):
+            options.add_column(heading)
         for row in table(entry.load_config()):
             options.add_row(row["name"], row["type"], row["default"], row["help"])
         console.print(options)
@@ -84,5 +89,11 @@ def details(entry: Entry) -> None:
         for name, value in method.capabilities.items():
             can.add_row(name, {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else value)
         console.print(can)
+    if method.extension_points:
+        offered = Table("extension point", "takes", "offered", box=box.SIMPLE)
+        for point, takes in method.extension_points.items():
+            names = [f"{name}: {offer.extension.summary}" for name, offer in offers(method.name, point).items()]
+            offered.add_row(point, escape(takes), escape("\n".join(names)))
+        console.print(offered)
     for limit in method.limits:
         console.print(f"- {limit}", highlight=False, markup=False)

@@ -40,6 +40,13 @@ def test_list_shows_disabled_plugins_no_longer() -> None:
     assert "ulora" not in [m["name"] for m in json.loads(done.stdout)["methods"]]
 
 
+def test_info_shows_where_other_plugins_may_add_and_what_they_offer() -> None:
+    text = run("info", "sa_dpo").stdout
+    for words in ("extension point", "surrogate", "hinge: max(0, 1 - u)", "sa_dpo_length_normalized"):
+        assert words in text
+    assert "extension point" not in run("info", "ulora").stdout
+
+
 def test_info_shows_paper_options_and_limits() -> None:
     done = run("info", "ulora", "--json")
     shown = json.loads(done.stdout)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
-from trainer_kit import TrainerContract
+from trainer_kit import TrainerContract, moves_alone, stir
 
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.testing.models import VOCAB, tiny_gemma3, tiny_gpt2, tiny_llama, tiny_tokenizer
-from hfplug.testing.trainer import furthest
+from hfplug.testing.trainer import TUNERS, furthest
 from hfplug.trainers.bridge_garden import reference
 from hfplug.trainers.bridge_garden.config import BridgeGardenConfig
 from hfplug.trainers.bridge_garden.loss import deltas, hybrid_loss, soft_weight
@@ -101,6 +101,11 @@ def test_lambda_of_a_uniform_and_of_a_sure_teacher():
     # The two confidences part where the label is not what the teacher says: there the code's is all soft.
     assert float(weights(sure, "label_confidence", other).min()) == 1.0
     assert float(weights(sure, "confidence", other).max()) == 0.0
+
+
+def test_lambda_leaves_its_range_by_no_rounding():
+    found = SimpleNamespace(teacher_entropy=torch.tensor([math.log(V) + 1e-4, -1e-6]))
+    assert soft_weight(found, config(garden_variant="entropy"), V, 0, 1).tolist() == [1.0, 0.0]
 
 
 def test_the_power_sum_has_the_entropy_as_its_limit():
@@ -315,6 +320,53 @@ def test_b36_an_argument_that_is_not_known_is_refused_by_name():
         trainer.compute_loss(trainer.model, {}, weights=1)
 
 
+def test_a_window_without_labels_is_a_differentiable_zero():
+    """As TRL's trainer has it; 0 / 0 would make every weight NaN."""
+    trainer = KIT.build()
+    batch = next(iter(trainer.get_train_dataloader()))
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    for items in (None, 0, torch.tensor(0)):
+        loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items)
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+    assert all(bool((p.grad == 0).all()) for p in trainer.model.parameters() if p.grad is not None)
+
+
+def test_tiles_have_as_many_rows_as_asked_for(monkeypatch):
+    import hfplug.trainers.bridge_garden.trainer as module
+
+    asked = []
+    monkeypatch.setattr(module, "tiles", lambda *a: asked.append((a[4].rows, a[4].power)) or tiles(*a))
+    KIT.train({"garden_chunk_size": 3, "garden_variant": "power_entropy", "garden_power": 0.3})
+    assert set(asked) == {(3, 0.3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUNERS)
+def test_b39_adapters_are_in_the_loss_and_move_alone(name):
+    """An adapter away from its first values: the loss is that of its own logits; two steps move nothing of the base."""
+    options = {"garden_variant": "static", "garden_soft_weight": 0.5}
+    trainer = KIT.build(options, arguments={"peft_config": KIT.tuner(name)}, max_steps=2, learning_rate=0.1)
+    stir(trainer.model)
+    trainer.model.eval()
+    batch = next(iter(trainer.get_train_dataloader()))
+    given = {k: v for k, v in batch.items() if k != "labels"}
+    labels = batch["labels"][:, 1:]
+
+    def by_hand():
+        z, zt = (
+            m(**given, use_cache=False).logits[:, :-1][labels != -100].detach() for m in (trainer.model, trainer.teacher_model)
+        )
+        soft = kl_div(z.log_softmax(-1), zt.log_softmax(-1), reduction="batchmean", log_target=True)
+        return float(0.5 * soft + 0.5 * cross_entropy(z, labels[labels != -100]))
+
+    loss = float(trainer.compute_loss(trainer.model, dict(batch)).detach())
+    assert loss == pytest.approx(by_hand(), abs=1e-5)
+    with trainer.model.disable_adapter():
+        assert abs(loss - by_hand()) > 1e-4
+    moves_alone(trainer)
+
+
 def test_checkpointing_changes_nothing():
     off, on = KIT.train(), KIT.train(activation_checkpointing=True)
     assert furthest(off.hfplug_gradients[0], on.hfplug_gradients[0]) <= 1e-6
@@ -363,6 +415,18 @@ def test_a_teacher_from_a_folder(tmp_path):
     found = KIT.train({**KIT.options, "teacher_model_name_or_path": str(tmp_path / "teacher")}, arguments={"teacher_model": None})
     assert furthest(found.hfplug_gradients[0], KIT.train().hfplug_gradients[0]) == 0.0
     assert math.isfinite(KIT.metrics(found)[0]["bridge_garden/abs_delta"])
+
+
+def test_a_mixture_of_experts_is_refused_until_its_own_loss_is_switched_off():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5, pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef=0.5: .* set router_aux_loss_coef=0.0"):
+        KIT.build(model=MixtralForCausalLM(shape))
+    assert math.isfinite(KIT.metrics(KIT.train(model=MixtralForCausalLM(shape), router_aux_loss_coef=0.0))[0]["loss"])
 
 
 def test_prompt_learning_is_refused():

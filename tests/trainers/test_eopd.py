@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import kl_div
-from trainer_kit import TrainerContract
+from trainer_kit import TrainerContract, moves_alone, stir
 
 from hfplug.errors import ConfigError, UnsupportedError
 from hfplug.testing import trainer_kits
 from hfplug.testing.models import VOCAB, tiny_gemma3, tiny_gpt2, tiny_llama, tiny_tokenizer
-from hfplug.testing.trainer import furthest
+from hfplug.testing.trainer import TUNERS, furthest
 from hfplug.trainers.eopd import reference
 from hfplug.trainers.eopd.config import EOPDConfig
 from hfplug.trainers.eopd.loss import eopd_parts, forward_kl, reverse_kl
@@ -182,6 +182,19 @@ def test_the_sampled_estimate_has_the_exact_mean_and_gradient():
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
+def test_the_sampled_estimate_has_the_gradient_of_each_token_by_itself():
+    """``-(log p - log q) d log q`` for the token that was sampled; its mean alone would allow a further ``d log q``."""
+    from types import SimpleNamespace
+
+    log_q = torch.tensor([-0.5, -3.0], dtype=torch.float64, requires_grad=True)
+    log_p = torch.tensor([-1.5, -0.2], dtype=torch.float64)
+    found = SimpleNamespace(label_logit=log_q, log_z=torch.zeros(2, dtype=torch.float64), teacher_label=log_p)
+    loss = reverse_kl(found, sampled=True)
+    torch.testing.assert_close(loss, log_q - log_p)
+    (slope,) = torch.autograd.grad(loss.sum(), log_q)
+    torch.testing.assert_close(slope, (log_q - log_p).detach())
+
+
 # -- the trainer --------------------------------------------------------------------------------------------------------
 
 
@@ -276,10 +289,11 @@ def test_b39_a_student_that_is_its_teacher_starts_at_zero_and_the_teacher_stays(
 
 def test_a_gated_mean_divides_by_the_gated_tokens():
     threshold = 4.152  # of the tiny teacher: some tokens above it, some not
-    both = [KIT.metrics(KIT.train({"eopd_threshold": threshold, "eopd_normalizer": n}))[0] for n in ("all", "gated")]
+    options = {"eopd_threshold": threshold, "eopd_weight": 0.5}
+    both = [KIT.metrics(KIT.train({**options, "eopd_normalizer": n}))[0] for n in ("all", "gated")]
     for log, factor in zip(both, (both[0]["eopd/gated_fraction"], 1.0), strict=True):
         assert 0 < log["eopd/gated_fraction"] < 1
-        assert log["loss"] == pytest.approx(log["eopd/reverse_kl"] + factor * log["eopd/forward_kl"], abs=1e-5)
+        assert log["loss"] == pytest.approx(log["eopd/reverse_kl"] + 0.5 * factor * log["eopd/forward_kl"], abs=1e-5)
 
 
 def test_sampled_reverse_kl_trains():
@@ -287,6 +301,41 @@ def test_sampled_reverse_kl_trains():
     exact = KIT.train({"eopd_weight": 0.0})
     assert KIT.metrics(trainer)[0]["loss"] != pytest.approx(KIT.metrics(exact)[0]["loss"], abs=1e-4)
     assert furthest(*(t.hfplug_gradients[0] for t in (trainer, exact))) > 1e-5
+
+
+def test_tiles_have_as_many_rows_as_asked_for(monkeypatch):
+    import hfplug.trainers.eopd.trainer as module
+
+    asked = []
+    monkeypatch.setattr(module, "tiles", lambda *a: asked.append(a[4].rows) or tiles(*a))
+    KIT.train({"eopd_chunk_size": 3})
+    assert set(asked) == {3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUNERS)
+def test_b39_adapters_are_in_the_loss_and_move_alone(name):
+    """An adapter away from its first values: the loss is that of its own logits; two steps move nothing of the base."""
+    trainer = KIT.build(arguments={"peft_config": KIT.tuner(name)}, max_steps=2, learning_rate=0.1)
+    stir(trainer.model)
+    batch = a_batch(trainer)
+    trainer.model.eval()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    kept, valid = batch["completion_ids"].shape[1], batch["completion_mask"].bool()
+
+    def by_hand():
+        z, zt = (
+            m(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -kept - 1 : -1][valid].detach()
+            for m in (trainer.model, trainer.teacher_model)
+        )
+        return float(reference.eopd(z, zt, threshold=0.5, top_k=4).mean())
+
+    loss = float(trainer._compute_loss(trainer.model, batch, None)[0].detach())
+    assert loss == pytest.approx(by_hand(), abs=1e-5)
+    with trainer.model.disable_adapter():
+        assert abs(loss - by_hand()) > 1e-3
+    moves_alone(trainer)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

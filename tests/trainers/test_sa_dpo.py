@@ -21,7 +21,9 @@ from hfplug.trainers import (
     structure_margin,
     surrogate,
 )
+from hfplug.trainers.sa_dpo.config import STOCK_LOSSES
 from hfplug.trainers.sa_dpo.surrogates import pair_losses
+from hfplug.trainers.sa_dpo.trainer import PairValues
 
 U = torch.linspace(-4, 4, 81, dtype=torch.float64) + 0.013  # no point on the kink at 1
 NEUTRAL = {"surrogate": "logistic", "margin": "constant", "gamma_max": 0.0}
@@ -128,6 +130,14 @@ def test_label_smoothing_mixes_the_pair_the_other_way_round_with_the_same_margin
     assert pair_losses(phi, rewards, gamma, 0.0).equal(phi(U - 0.3))
 
 
+def test_what_cannot_be_called_is_no_surrogate(monkeypatch):
+    import hfplug.trainers.sa_dpo.surrogates as module
+
+    monkeypatch.setattr(module, "build_extension", lambda *_: object())
+    with pytest.raises(ConfigError, match="surrogate='odd': object is not callable"):
+        surrogate("odd")
+
+
 # -- the trainer at its neutral setting: TRL's --------------------------------------------------------------------------
 
 SAME = {
@@ -160,6 +170,38 @@ def test_b38_neutral_is_dpo(case):
         assert {k: v for k, v in ours_.items() if k in theirs_ and "second" not in k and "runtime" not in k} == {
             k: v for k, v in theirs_.items() if "second" not in k and "runtime" not in k
         }
+
+
+def test_b38_lengths_count_what_trl_counts_where_a_response_begins_the_row():
+    """Without a prompt the first token is a response's; it has no log probability and is counted all the same."""
+    losses = []
+    for cls, options in (
+        (SADPOTrainer, {**NEUTRAL, "length_normalized": True}),
+        (trl.DPOTrainer, {"loss_type": ["sigmoid_norm"]}),
+    ):
+        trainer = dpo(cls, **options)
+        inputs = batch(trainer)
+        losses.append(loss_of(trainer, {**inputs, "completion_mask": inputs["attention_mask"]}).item())
+    assert losses[0] == losses[1]
+
+
+def test_b38_neutral_is_dpo_under_prompt_learning():
+    losses = []
+    for cls, options in ((SADPOTrainer, {**NEUTRAL, "beta": 2.0}), (trl.DPOTrainer, {"beta": 2.0})):
+        torch.manual_seed(0)
+        learning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        trainer = dpo(cls, tiny_llama(), peft_config=learning, **options)
+        losses.append(loss_of(trainer).item())
+    assert losses[0] == losses[1]
+    assert losses[0] != pytest.approx(0.6931, abs=1e-4)  # virtual tokens make a difference
+
+
+def test_the_names_of_further_losses_are_trls():
+    import inspect
+    import re
+
+    found = re.findall(r'loss_type == "(\w+)"', inspect.getsource(trl.DPOTrainer._compute_loss))
+    assert sorted(found) == sorted(STOCK_LOSSES), "upstream changed: STOCK_LOSSES of sa_dpo"
 
 
 def test_b38_neutral_keeps_the_auxiliary_loss_of_experts():
@@ -198,6 +240,23 @@ def test_the_loss_is_the_closed_form(name, margin):
     assert loss_of(trainer).item() == pytest.approx(expected.item(), rel=1e-5)
     shifted = closed(rewards.double()).mean()
     assert abs(loss_of(trainer).item() - shifted.item()) > 1e-3
+
+
+def test_label_smoothing_is_in_the_loss_and_in_the_share_of_pairs_with_a_slope():
+    options = {"surrogate": "hinge", "margin": "constant", "gamma_max": 0.3, "beta": 20.0, "max_steps": 1}
+    smoothed, plain = dpo(label_smoothing=0.1, **options), dpo(**options)
+    rewards, closed = rewards_of(smoothed), CLOSED["hinge"][1]
+    assert (rewards - 0.3 > 1).any()
+    expected = (0.9 * closed(rewards - 0.3) + 0.1 * closed(-rewards - 0.3)).mean()
+    assert loss_of(smoothed).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss_of(plain).item() == pytest.approx(closed(rewards - 0.3).mean().item(), rel=1e-5)
+    for trainer in (smoothed, plain):
+        trainer.train()
+    # A pair won by more than the margin still has a slope the other way round.
+    either = (rewards - 0.3 < 1) | (-rewards - 0.3 < 1)
+    found = [t.state.log_history[0]["sa_dpo/active_frac"] for t in (smoothed, plain)]
+    assert found == [either.float().mean().item(), (rewards - 0.3 < 1).float().mean().item()]
+    assert found[0] > found[1]
 
 
 def _prompts(trainer):
@@ -343,7 +402,12 @@ def test_precomputed_references_of_data_given_to_evaluate():
     trainer = dpo(precompute_ref_log_probs=True)
     live = dpo()
     data = preferences(4, seed=5)
+    seen = set()  # a Llama takes any keyword, so only looking shows what reaches a model
+    for model in (trainer.model, trainer.ref_model, live.model, live.ref_model):
+        model.register_forward_pre_hook(lambda _model, _args, given: seen.update(given), with_kwargs=True)
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(live.evaluate(data)["eval_loss"], abs=1e-6)
+    assert "input_ids" in seen
+    assert not {"sa_dpo_values", "semantic_distance"} & seen
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------
@@ -364,6 +428,10 @@ WRONG = {
     "beta": ({"beta": 0.0}, ConfigError, ["beta=0.0", "> 0"]),
     "smoothing": ({"label_smoothing": 0.5}, ConfigError, ["label_smoothing=0.5", "[0, 0.5)"]),
     "loss_type": ({"loss_type": ["sigmoid"]}, ConfigError, ["'sigmoid'", "'sa_dpo'", "DPOTrainer"]),
+    "further loss": (
+        {"loss_type": ["sa_dpo", "sigmoid_nrm"]}, ConfigError, ["'sigmoid_nrm'", "did you mean 'sigmoid_norm'", "'aot_unpaired'"]
+    ),
+    "loss_type twice": ({"loss_type": ["sa_dpo", "sa_dpo"]}, ConfigError, ["must hold 'sa_dpo' once"]),
     "loss_type misspelt": ({"loss_type": ["sadpo"]}, ConfigError, ["did you mean 'sa_dpo'"]),
     "padding_free": ({"padding_free": True}, UnsupportedError, ["padding_free=True", "False"]),
     "liger": ({"use_liger_kernel": True}, UnsupportedError, ["use_liger_kernel=True"]),
@@ -418,6 +486,12 @@ def test_evaluate_refuses_data_without_the_column():
         dpo().evaluate(preferences(4, other=[1] * 4))
 
 
+def test_a_row_without_the_column_is_refused_by_name():
+    collate = PairValues(lambda examples: {}, "semantic_distance", 1.0)
+    with pytest.raises(ConfigError, match=r"column='semantic_distance'.*did you mean 'semantic_dist'"):
+        collate([{"semantic_distance": 0.5}, {"semantic_dist": 0.5}])
+
+
 def test_a_stream_is_trained_on_and_its_values_looked_at():
     stream = preferences(8).to_iterable_dataset()
     trainer = dpo(data=stream, surrogate="poly")
@@ -460,4 +534,7 @@ def test_the_margin_column_makes_stock_reward_training_the_same_loss(tmp_path):
     with pytest.raises(ConfigError, match="distance_column='d'"):
         add_margin(preferences(2), distance_column="d")
     assert add_margin(preferences(2), margin="constant", gamma_max=0.3)["margin"][:] == [0.3, 0.3]
+    for form in ("torch", "numpy"):
+        formed = add_margin(preferences(4).with_format(form), gamma_max=0.6, tau=0.5).with_format(None)
+        assert formed["margin"][:] == pytest.approx(data["margin"][:])
     assert isinstance(add_margin(datasets.DatasetDict(train=preferences(2))), datasets.DatasetDict)

@@ -126,6 +126,54 @@ def test_conversations_and_pairs_without_a_prompt_column() -> None:
     assert made["semantic_distance"][:] == pytest.approx([0.5])
 
 
+def test_the_chat_template_renders_the_prompt_and_nothing_of_the_response() -> None:
+    said = {
+        "prompt": [[{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]],
+        "chosen": [[{"role": "assistant", "content": "a"}]],
+        "rejected": [[{"role": "assistant", "content": "b"}]],
+    }
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    seen = []
+
+    def encoder(prompts, responses):
+        seen.append((list(prompts), list(responses)))
+        return letters(prompts, responses)
+
+    data = datasets.Dataset.from_dict(said)
+    add_semantic_distance(data, encoder, tokenizer=tokenizer)
+    add_semantic_distance(data, encoder)
+    rendered = "<s><system>s<user>x<assistant>"
+    assert seen == [([rendered], ["a"]), ([rendered], ["b"]), (["s\nx"], ["a"]), (["s\nx"], ["b"])]
+
+
+def test_special_tokens_begin_a_pair_once_and_never_a_response() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    model, plain, tokenizer = tiny_llama(0), tiny_tokenizer(), tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert tokenizer("w5")["input_ids"] == [1, 5]
+    expected = HiddenStateEncoder(model, plain)(["<s> w5 w6 "], ["w11 w12"])
+    for prompt in ("w5 w6 ", "<s> w5 w6 "):  # as a template renders it
+        assert torch.equal(HiddenStateEncoder(model, tokenizer)([prompt], ["w11 w12"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda n: torch.ones(n), r"shape \(3,\) for 3 responses"),
+        (lambda n: torch.ones(1, 4), r"shape \(1, 4\) for 3 responses"),
+        (lambda n: torch.full((n, 4), float("nan")), r"shape \(3, 4\) for 3 responses.* finite"),
+    ],
+)
+def test_an_encoder_that_gives_no_vector_per_response_is_refused(made, text) -> None:
+    with pytest.raises(ConfigError, match=text):
+        add_semantic_distance(table(), lambda prompts, responses: made(len(responses)))
+
+
 @pytest.mark.parametrize(
     ("data", "options", "text"),
     [
@@ -133,6 +181,8 @@ def test_conversations_and_pairs_without_a_prompt_column() -> None:
         (lambda: table().select([]), {}, "no rows"),
         (lambda: table().rename_column("rejected", "rejecte"), {}, "no column 'rejected'.*did you mean 'rejecte'"),
         (table, {"quantile": 0.0}, r"quantile=0.0 must be in \(0, 1\]"),
+        (table, {"batch_size": 0}, "batch_size=0 must be at least 1"),
+        (lambda: table().to_iterable_dataset(), {}, "dataset is a IterableDataset: .* give a datasets.Dataset"),
         (
             lambda: table().remove_columns("rejected").add_column("rejected", ROWS["chosen"]),
             {"quantile": 0.5},

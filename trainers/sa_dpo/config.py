@@ -12,6 +12,11 @@ from hfplug.seams.trainer import MethodConfig, stock_config
 from hfplug.trainers.sa_dpo.surrogates import Surrogate, surrogate
 
 LOSS = "sa_dpo"
+# The losses of DPOTrainer, which looks at their names at the first step only. A drift test tells when TRL's list has changed.
+STOCK_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
+    "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
 # What would change the log ratios behind the margin's back, or the forward they come from; the value at which it does not.
 _ONLY = {
     "padding_free": (False, "TRL has switched it off for DPO and would pad all the same"),
@@ -75,6 +80,12 @@ class SADPOConfig(MethodConfig, stock_config("dpo")):  # type: ignore[misc]
                 f"loss_type={self.loss_type!r} must hold {LOSS!r} once{near}, besides any further losses of TRL's; "
                 "with those alone DPOTrainer is the trainer"
             )
+        for other in self.loss_type:
+            if other not in (LOSS, *STOCK_LOSSES):
+                raise ConfigError(
+                    f"loss_type={self.loss_type!r}: {other!r} is no loss of DPOTrainer{nearest(other, STOCK_LOSSES)}; "
+                    f"it has {list(STOCK_LOSSES)}"
+                )
         for name, (allowed, why) in _ONLY.items():
             self.require(LOSS, why, **{name: (allowed,)})
         if not 0 <= self.label_smoothing < 0.5:

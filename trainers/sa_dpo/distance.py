@@ -36,7 +36,9 @@ class HiddenStateEncoder:
         """Vectors ``(n, d)`` in float64, one per pair of strings. A response without tokens gives the vector of its prompt."""
         rows, spans = [], []
         for prompt, response in zip(prompts, responses, strict=True):
-            before = self.tokenizer(prompt)["input_ids"]
+            # A prompt that a chat template rendered may begin with the special token already.
+            begun = bool(self.tokenizer.bos_token) and prompt.startswith(self.tokenizer.bos_token)
+            before = self.tokenizer(prompt, add_special_tokens=not begun)["input_ids"]
             after = self.tokenizer(response, add_special_tokens=False)["input_ids"][: self.max_length - 1]
             before = before[-(self.max_length - len(after)) :]
             rows.append([*before, *after])
@@ -96,14 +98,22 @@ def add_semantic_distance(
             leave them. Not for data whose pairs are all alike.
 
     Raises:
-        ConfigError: no rows, a column that is there already or one that is missing, or a quantile outside (0, 1].
+        ConfigError: no rows, a column that is there already or one that is missing, a quantile outside (0, 1], a ``batch_size``
+            below 1, a stream, or an encoder that does not give one finite vector per response.
     """
     if quantile is not None and not 0 < quantile <= 1:
         raise ConfigError(f"quantile={quantile!r} must be in (0, 1]")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size!r} must be at least 1: pairs per call of the encoder")
     splits: dict[Any, Any] = dict(dataset) if isinstance(dataset, Mapping) else {"": dataset}
     mean, scale = None, 1.0
     done = {}
     for index, (name, split) in enumerate(splits.items()):
+        if not hasattr(split, "__len__"):
+            raise ConfigError(
+                f"dataset is a {type(split).__name__}: the mean of its responses is known after the last row only; "
+                "give a datasets.Dataset, or write the column yourself"
+            )
         if column in split.column_names:
             raise ConfigError(f"column={column!r} is in the dataset already; remove it or choose another name")
         chosen, rejected = _encode(split, encoder, tokenizer, batch_size)
@@ -136,9 +146,18 @@ def _encode(dataset: Any, encoder: Encoder, tokenizer: Any, batch_size: int) -> 
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
             made = encoder([_prompt(row["prompt"], tokenizer) for row in part], [_text(row[which]) for row in part])
-            vectors.append(torch.as_tensor(made).double().cpu())
+            vectors.append(_vectors(made, len(part)))
         halves.append(torch.cat(vectors))
     return halves[0], halves[1]
+
+
+def _vectors(made: Any, count: int) -> Tensor:
+    found = torch.as_tensor(made).double().cpu()
+    if found.ndim != 2 or len(found) != count or not bool(found.isfinite().all()):
+        raise ConfigError(
+            f"encoder gave a tensor of shape {tuple(found.shape)} for {count} responses, which must be ({count}, d) and finite"
+        )
+    return found
 
 
 def _text(response: Any) -> str:

@@ -84,15 +84,15 @@ def add_margin(
             return {column: float(gamma_max)}
         if distance_column not in example:
             raise ConfigError(missing(distance_column, example, "distance_column"))
-        check_values([example[distance_column]], distance_column, 1.0)
-        return {column: float(structure_margin(float(example[distance_column]), gamma_max, tau))}
+        value = example[distance_column]
+        value = value.item() if hasattr(value, "item") else value  # of a dataset with a format
+        check_values([value], distance_column, 1.0)
+        return {column: float(structure_margin(float(value), gamma_max, tau))}
 
     return dataset.map(row)
 
 
 def missing(column: str, present: Any, option: str) -> str:
     """The message for a column that is not there."""
-    return (
-        f"{option}={column!r}: the dataset has no such column{nearest(column, present)}; it has {sorted(present)}. "
-        "add_semantic_distance() computes distances"
-    )
+    hint = "" if option == "sa_dpo_margin_column" else ". add_semantic_distance() computes distances"
+    return f"{option}={column!r}: the dataset has no such column{nearest(column, present)}; it has {sorted(present)}{hint}"
