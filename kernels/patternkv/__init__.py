@@ -29,6 +29,7 @@ METHOD = Method(
         "PatternKVConfig.authors() is.",
         "Blocks are columns of the batch: a row padded on the left is cut at other places than alone, and its quantised tokens "
         "differ from the row's alone.",
+        "attend() has a Triton kernel, which has run in Triton's interpreter and compiles for four chips, and not on a GPU.",
         "update() gives whole keys and values to any attention implementation: memory is saved, time is not.",
         "No gradient flows through stored tokens.",
     ),
