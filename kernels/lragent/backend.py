@@ -22,8 +22,7 @@ class LoraLowrankAttention:
         parts = None if running is None else running.memo.pop((*LOW, index), None)
         if parts is None:
             return call.exact()
-        low, up = parts
-        return flash_lora_attention(call, low[:, :, : call.key.shape[2]], up)
+        return flash_lora_attention(call, *parts)
 
 
 __all__ = ["LoraLowrankAttention"]

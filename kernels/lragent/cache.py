@@ -51,7 +51,7 @@ class SharedLayer(MethodLayer):
         """
         name, new = self.name(part, agent), new.detach()
         old = self.state.get(name)
-        if old is None or not known:
+        if old is None:
             alone = new.is_contiguous() and new.untyped_storage().nbytes() == new.nbytes
             self.state[name] = new if alone else new.clone(memory_format=torch.contiguous_format)
         elif start + new.shape[2] > known:

@@ -124,6 +124,15 @@ def test_nothing_added_is_plain_attention_and_full_rank_is_the_dense_delta() -> 
         assert float((flash_lora_attention(call, low, eye)[0] - delta).abs().max()) < 1e-12
 
 
+def test_a_part_of_another_dtype_is_brought_to_that_of_the_values() -> None:
+    for queries in (1, 20):
+        call, low, up = data("causal", queries, 20, torch.float32)
+        narrow = dataclasses.replace(call, query=call.query.bfloat16(), key=call.key.bfloat16(), value=call.value.bfloat16())
+        out, _ = flash_lora_attention(narrow, low, up)
+        assert out.dtype == torch.bfloat16
+        assert float((out.float() - materialised(call, low, up)[0]).norm() / out.float().norm()) < 0.02
+
+
 def test_gradients_are_those_of_the_sum() -> None:
     for queries in (3, 20):
         call, low, up = data("left padding", queries, 20, torch.float64)
