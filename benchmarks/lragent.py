@@ -199,15 +199,22 @@ def results_row(result: dict[str, Any]) -> _bench.ResultRow | None:
         return None  # a stage has not run yet
     free, tied, first = result["quality"], result["tied"], result["first_token"]
     kl = {"base": free["kl"]["base"]["mean"], **{m: tied["kl"][m]["mean"] for m in ("base_lr", "full")}}
-    ordered = tied["kl"]["base"]["mean"] < kl["base_lr"] < kl["full"]
+    own = tied["kl"]["base"]["mean"]
+    told = (
+        "reproduced"
+        if own < kl["base_lr"] < kl["full"]
+        else "partly reproduced"
+        if kl["base_lr"] < kl["full"]
+        else "not reproduced"
+    )
     return _bench.ResultRow(
         "Four agents on one cache: a quarter of the bytes; KL to caches of their own: base < base_lr < full",
         "about 1/3 at three agents; HotpotQA 38.9 own, 38.6 base, 37.9 base_lr, 36.4 full (Llama-3.1-8B)",
         f"bytes {free['bytes']['base']:.2f} base, {tied['bytes']['base_lr']:.2f} base_lr; KL "
         + ", ".join(f"{m} {v:.4f}" for m, v in kl.items())
-        + f" (base with tied A {tied['kl']['base']['mean']:.4f}); time to the first token {first['base']['median']:.2f} base, "
+        + f" (base with tied A {own:.4f}); time to the first token {first['base']['median']:.2f} base, "
         f"{first['base_lr']['median']:.2f} base_lr",
-        "reproduced" if ordered else "not reproduced",
+        told,
     )
 
 
