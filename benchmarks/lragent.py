@@ -145,9 +145,10 @@ def turns(model: Any, mode: str, prompt: torch.Tensor, count: int = 8, new: int 
         begin = time.process_time()
         token = forward(model, agent, found[agent], text, 1).argmax(-1)
         spent += time.process_time() - begin
-        for _ in range(new):
+        for step in range(new):
             text = torch.cat((text, token), dim=1)
-            token = forward(model, agent, found[agent], text, 1).argmax(-1)
+            if step + 1 < new:  # the last token is read by the next agent, as after generate
+                token = forward(model, agent, found[agent], text, 1).argmax(-1)
     return spent
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import datasets
@@ -17,7 +18,7 @@ from hfplug.testing.models import tiny_llama, tiny_tokenizer
 from hfplug.trainers.drift import reference
 from hfplug.trainers.drift.config import DRIFTConfig
 from hfplug.trainers.drift.data import to_drift_dataset
-from hfplug.trainers.drift.trainer import DRIFTTrainer, WeightCollator
+from hfplug.trainers.drift.trainer import DRIFTTrainer, WeightCollator, _Weighted
 
 WEIGHTS = (0.25, 3.0, 0.0, 1.5, 0.75, 2.0, 0.5, 1.0)
 KINDS = ("sequence", "token", "weight")
@@ -329,6 +330,26 @@ def test_a_batch_by_itself_is_its_own_step(kind: str) -> None:
     assert float(alone.detach()) == pytest.approx(trainer.state.log_history[0]["loss"], abs=1e-6)
     with pytest.raises(TypeError, match="of_a_later_release"):
         trainer.compute_loss(trainer.model, held, of_a_later_release=1)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "weight"])
+def test_a_model_that_takes_no_loss_arguments_is_not_scaled_twice(kind: str) -> None:
+    """The denominator spans the window, whatever training_step thinks of the model."""
+    found = []
+    for accepts in (True, False):
+        settings = {"drift_normalization": kind, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+        trainer = KIT.build({**settings, "learning_rate": 0.1, "optim": "sgd"})
+        trainer.model_accepts_loss_kwargs = accepts
+        trainer.train()
+        found.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_token_that_is_certain_counts_in_the_length_of_its_row() -> None:
+    """Its log-probability is 0, as where there is no label."""
+    made = SimpleNamespace(log_probs=torch.tensor([[0.0, -1.0, -2.0, 0.0]]), label_mask=torch.tensor([[1, 1, 1, 0]]))
+    weighted = _Weighted(lambda **_: made, torch.tensor([3.0]), per_token=False)
+    assert weighted(fused_lm_head=True).log_probs.tolist() == [[0.0, -1.0, -2.0, 0.0]]
 
 
 def test_the_own_options_stand_beside_those_of_trl() -> None:
