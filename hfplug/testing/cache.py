@@ -408,6 +408,17 @@ class CacheContract(CacheRuns):
         with pytest.raises(ValueError, match="crop"):
             self.generate(model, {"input_ids": self.ids(1, 6)}, cache=self.cache(model), prompt_lookup_num_tokens=2)
 
+    def test_b43_no_quantisation_backend_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With neither quanto nor hqq importable, whether or not they are installed."""
+        import sys
+
+        for name in ("optimum", "optimum.quanto", "quanto", "hqq"):
+            monkeypatch.setitem(sys.modules, name, None)  # an import of it now fails
+        model = self.model()
+        cache = self.cache(model)
+        self.generate(model, {"input_ids": self.ids(1, self.long)}, cache=cache, max_new_tokens=2)
+        assert cache.get_seq_length() == self.long + 1
+
     def test_layer_types(self) -> None:
         """Sliding layers are transformers' own and hold the stock bits; types that keep something else are named and refused."""
         import torch
