@@ -329,7 +329,7 @@ def built(part: Part, pieces: list[Tensor], chunks: list[Tensor], sizes: Sizes, 
     """The part's model, healed now or read, and what is to be said of it."""
     path = resolve_model("smollm2")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    label = "raw" if part.seed is None else f"healed_{part.seed}"
+    label = "raw_model" if part.seed is None else f"healed_{part.seed}"
     said, file = kept.read(label), kept.folder / f"{label}.pt"
     if part.seed is not None:
         if file.is_file() and said:
