@@ -363,7 +363,7 @@ def measured(part: Part, pieces: list[Tensor], chunks: list[Tensor], sizes: Size
     return found
 
 
-def compared(found: dict[str, Any]) -> dict[str, Any]:
+def compared(found: dict[str, Any], activations: int) -> dict[str, Any]:
     """Perplexity, paired difference, share of the gap, intervals, of the rows that are whole."""
     whole = max(len(entry["nll"]) for name, entry in found.items() if name != "model")
     rows = {name: entry for name, entry in found.items() if name != "model" and len(entry["nll"]) == whole}
@@ -381,7 +381,9 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
             "bits": BITS[name], "perplexity": math.exp(float(nll[name].mean())), "dnll": float(more.mean()),
             "se": float(more.std() / math.sqrt(whole)),
         } | {key: entry[key] for key in ("weight_qsnr", "output_snr") if key in entry}  # fmt: skip
-        if name not in ("unrounded", "OCP-32", "NVFP4") and {"OCP-32", "NVFP4"} <= nll.keys():
+        # NF4 leaves the inputs alone: beside formats that round them it has no share of the gap.
+        apart = ("unrounded", "OCP-32", "NVFP4") + (("NF4, weights only",) if activations == 4 else ())
+        if name not in apart and {"OCP-32", "NVFP4"} <= nll.keys():
             top, bottom, here = (nll[key][draws].mean(-1) for key in ("OCP-32", "NVFP4", name))
             share = float((nll["OCP-32"] - nll[name]).mean() / (nll["OCP-32"] - nll["NVFP4"]).mean())
             row |= {
@@ -455,7 +457,7 @@ def main() -> None:
         result: dict[str, Any] = {"claim": str(__doc__).splitlines()[0], "model": model_label("smollm2"), "models": {}}
         result |= {"tokens_per_chunk": sizes.length, "healing_steps": sizes.steps}
         for part in sizes.parts[: arguments.until]:
-            result["models"][part.name] = compared(measured(part, pieces, chunks, sizes, kept))
+            result["models"][part.name] = compared(measured(part, pieces, chunks, sizes, kept), part.activations)
             show(part.name, result["models"][part.name])
             if not arguments.quick:
                 print(write("mxfp4_quality", result, results_row), flush=True)
