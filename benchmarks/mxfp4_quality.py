@@ -5,7 +5,8 @@ takes .59 and MBS-H .85. Here weights and inputs of all 210 linear layers are ro
 
 SmolLM2's file is itself a grid of 16 levels per 32 weights, which flatters some formats. So the main model is "healed": every
 weight moved by a uniform draw of half a grid step either way, then 65 steps of full fine-tuning (AdamW, 2e-4, 2 x 512 tokens) to
-win back what that cost; draws as time allows (`--until`), the first on 50 chunks of 1024 tokens, others on 10, in those of `CORE`. The raw
+win back what that cost; draws as time allows (`--until`), the first on 50 chunks of 1024 tokens,
+others on 10 in the formats of `CORE`. The raw
 file comes second (12 chunks), and only with rounded inputs; "W4A16" (weights alone, 12) is of the first healed model. Text:
 Python's help topics and sources in turn; healing sees other topics and other files of the same kind, so perplexities are compared
 within a model, never between two. Differences are paired with the same model unrounded; +- is the standard error over chunks,

@@ -66,16 +66,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
 QUICK = ("kivi K64/V64 +", "kivi K32/V32 +", "kivi K32/V64 +", "kivi K64/V64", "kivi K32/V32", "patternkv paper", "patternkv")
 
 
-def texts(tokenizer: Any, count: int, length: int) -> list[torch.Tensor]:
-    """Ids of Python sources and of Python's help pages in turn, ``(1, length)`` each."""
+def texts(tokenizer: Any, count: int, length: int, *, prose: bool = False) -> list[torch.Tensor]:
+    """Ids ``(1, length)`` of Python sources and of Python's help pages in turn; ``prose``: of the latter alone, half as many."""
     from pydoc_data import topics
 
     names = sorted(topics.topics)
     random.Random(1).shuffle(names)
-    prose = tokenizer("\n\n".join(topics.topics[n] for n in names)).input_ids
+    pages = tokenizer("\n\n".join(topics.topics[n] for n in names)).input_ids
     lib, found = Path(sysconfig.get_paths()["stdlib"]), []
-    for i in range(count):
-        ids = prose[i // 2 * length :] if i % 2 else tokenizer((lib / f"{FILES[i // 2]}.py").read_text("utf-8")).input_ids[200:]
+    for i in range(1 if prose else 0, count, 2 if prose else 1):
+        ids = pages[i // 2 * length :] if i % 2 else tokenizer((lib / f"{FILES[i // 2]}.py").read_text("utf-8")).input_ids[200:]
         if len(ids) < length:
             raise SystemExit(f"text {i} has {len(ids)} tokens, {length} are needed")
         found.append(torch.tensor([ids[:length]]))
@@ -206,20 +206,20 @@ def _compared(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def needle(model: Any, tokenizer: Any, quick: bool) -> dict[str, Any]:
+def needle(model: Any, tokenizer: Any, quick: bool, lengths: list[int]) -> dict[str, Any]:
     """Share of the digits of a hidden number that are the most likely token, by length."""
     names = ("kivi K64/V64 +", "kivi K32/V32 +", "patternkv") + (() if quick else ("kivi K32/V32", "patternkv paper"))
     result: dict[str, Any] = {}
-    for length in (1024,) if quick else (4096, 7936):
+    for length in lengths:
         found: dict[str, list[float]] = {}
-        hay = texts(tokenizer, 2 if quick else 4, length)
-        for i, text in enumerate(hay[1::2] * 2):
+        hay = texts(tokenizer, 2 if quick else 4, length, prose=True)
+        for i, text in enumerate(hay * 2):
             draw = random.Random(i)
             number = "".join(draw.choice("123456789") for _ in range(6))
             pin = tokenizer(f"\n\nThe secret number is {number}. Remember it: {number}.\n\n").input_ids
             end = tokenizer("\n\nThe secret number is", add_special_tokens=False).input_ids
             answer = tokenizer(f" {number}", add_special_tokens=False).input_ids
-            at = int((i + 0.5) / (2 * len(hay[1::2])) * (length - len(pin)))
+            at = int((i + 0.5) / (2 * len(hay)) * (length - len(pin)))
             ids = torch.cat((text[:, :at], torch.tensor([pin]), text[:, at : length - len(pin)]), dim=1)
             states, asked = exact_states(model, ids), torch.tensor([end + answer])
             for name in ("exact", *names):
@@ -301,7 +301,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", choices=("quality", "needle", "speed"))
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of quality; default 1024 if quick, else 1024 4096")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help="of texts; default 1024 if quick, else 1024 4096, needle 4096 7936"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     path = resolve_model("smollm2")
@@ -312,9 +314,10 @@ def main() -> None:
     result.pop("provenance", None)
     result["model"] = model_label("smollm2")
     lengths = arguments.lengths or ([1024] if arguments.quick else [1024, 4096])
+    needles = arguments.lengths or ([1024] if arguments.quick else [4096, 7936])
     stages = {
         "quality": lambda: {**result.get("quality", {}), **quality(model, tokenizer, arguments.quick, lengths)},
-        "needle": lambda: needle(model, tokenizer, arguments.quick),
+        "needle": lambda: {**result.get("needle", {}), **needle(model, tokenizer, arguments.quick, needles)},
         "speed": lambda: speed(model, arguments.quick),
     }
     for stage, run in stages.items():
