@@ -3,7 +3,8 @@
 The task (three-token completions; one token would leave the gate nothing to do): copy the three letters before the "=". An
 80k-parameter Llama is first fine-tuned on labels that are right per letter with p = .5, then trained with a reward of 1 for an
 exact copy: groups of 16, batches of 128, four updates per batch (num_iterations=4), dr_grpo, clip .2 / .28, learning rate 5e-4.
-Each learner runs from the same weights and seeds: GRPO, GSPO (importance_sampling_level="sequence"), TGPO with either surrogate.
+Each learner runs from the same weights and seeds: GRPO, GSPO (importance_sampling_level="sequence", loss_type="grpo"), TGPO with
+either surrogate.
 
 Expected, before measuring: all four end above .9 in 200 steps and within .05 of one another, since at this size the
 staleness of four updates is mild; the gate is not expected to win. The peak gradient norm of retain is expected to be the
@@ -45,7 +46,7 @@ LETTERS = "abcdefghij"
 BOUND = 1.05
 LEARNERS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "grpo": (GRPOTrainer, GRPOConfig, {}),
-    "gspo": (GRPOTrainer, GRPOConfig, {"importance_sampling_level": "sequence"}),
+    "gspo": (GRPOTrainer, GRPOConfig, {"importance_sampling_level": "sequence", "loss_type": "grpo"}),  # as TRL advises
     "tgpo_clip": (TGPOTrainer, TGPOConfig, {"tgpo_surrogate": "clip"}),
     "tgpo_retain": (TGPOTrainer, TGPOConfig, {}),
 }

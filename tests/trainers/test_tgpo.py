@@ -246,6 +246,23 @@ def test_one_wild_token_is_bounded_where_grpo_follows_it():
     assert float(ours.norm()) < 0.1 * float(theirs.norm())
 
 
+def test_the_kl_is_corrected_by_the_ratio_of_the_token():
+    """Not by the gated weight: what the correction is for is the sampling."""
+    made = Given(tgpo_tau=0.1).trainer()
+    given = rollout(torch.tensor([[0.5, -0.3, 0.1]]))
+    weights = made.log_weights(given)
+    assert not torch.allclose(weights, given.log_ratio, atol=1e-2)
+    assert torch.equal(made.kl_ratio(given, weights), given.log_ratio.exp())
+
+
+def test_infinite_ratios_at_padding_change_nothing():
+    """A token that is masked by nobody's fault but its own: 0 times infinity is not 0."""
+    made, mask = Given(tgpo_info_quantile=0.5).trainer(), torch.tensor([[1, 1, 0]])
+    clean = made.log_weights(rollout(torch.tensor([[0.2, -0.1, 0.0]]), mask))
+    for garbage in (torch.inf, -torch.inf, torch.nan):
+        assert torch.equal(made.log_weights(rollout(torch.tensor([[0.2, -0.1, garbage]]), mask)), clean)
+
+
 def test_vllm_ratio_and_metrics():
     inputs, logps = draw()
     given = Given()
@@ -262,6 +279,11 @@ def test_vllm_ratio_and_metrics():
 
     ones = {**inputs, "importance_sampling_ratio": torch.full((B, 1), 2.0)}
     assert float(Vllm().loss(ones, logps)[0]) == pytest.approx(2 * float(plain), rel=1e-6)
+
+
+def test_information_carries_no_gradient():
+    entropies = torch.rand(2, 5, requires_grad=True)
+    assert not information(entropies, torch.ones(2, 5, dtype=torch.bool), 0.5).requires_grad
 
 
 def test_information_factor():
