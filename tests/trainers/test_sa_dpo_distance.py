@@ -164,7 +164,7 @@ def test_special_tokens_begin_a_pair_once_and_never_a_response() -> None:
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (lambda n: torch.ones(n), r"shape \(3,\) for 3 responses"),
+        (torch.ones, r"shape \(3,\) for 3 responses"),
         (lambda n: torch.ones(1, 4), r"shape \(1, 4\) for 3 responses"),
         (lambda n: torch.full((n, 4), float("nan")), r"shape \(3, 4\) for 3 responses.* finite"),
     ],

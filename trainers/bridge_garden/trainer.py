@@ -53,8 +53,8 @@ class BridgeGardenTrainer(MethodTrainer, SFTTrainer):
         super().__init__(model, args, *more, **kwargs)
         if self.aux_loss_enabled:
             raise UnsupportedError(
-                f"router_aux_loss_coef={self.router_aux_loss_coef!r}: the load-balancing loss of a mixture of experts is not added "
-                "here; to train without it set router_aux_loss_coef=0.0 in the BridgeGardenConfig"
+                f"router_aux_loss_coef={self.router_aux_loss_coef!r}: the load-balancing loss of a mixture of experts is not "
+                "added here; to train without it set router_aux_loss_coef=0.0 in the BridgeGardenConfig"
             )
         if self._is_vision_dataset:
             raise UnsupportedError("train_dataset holds images: BridgeGardenTrainer distils text alone")
