@@ -409,6 +409,37 @@ def test_a_wrong_teacher_is_refused_by_name():
         KIT.build(model=model, arguments={"teacher_model": model})
 
 
+def test_a_teacher_that_is_unlike_what_its_configuration_says_is_refused(tmp_path):
+    padded = tiny_llama(7)
+    padded.lm_head = torch.nn.Linear(32, VOCAB + 8, bias=False)
+    with pytest.raises(ConfigError, match=rf"teacher_model=LlamaForCausalLM has {VOCAB + 8} rows.*{VOCAB}: their distributions"):
+        KIT.build(arguments={"teacher_model": padded})
+    doubled = tiny_llama(7)
+    doubled.lm_head.register_forward_hook(lambda _module, _args, out: 2 * out)
+    with pytest.raises(UnsupportedError, match=r"teacher_model \(LlamaForCausalLM\) does more between"):
+        KIT.build(arguments={"teacher_model": doubled})
+    tiny_llama(7).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    swapped = text.replace('"w7"', '"w?"').replace('"w9"', '"w7"').replace('"w?"', '"w9"')
+    (tmp_path / "tokenizer.json").write_text(swapped)
+    with pytest.raises(ConfigError, match="another vocabulary of the same size: 2 ids"):
+        KIT.build(arguments={"teacher_model": str(tmp_path)})
+
+
+def test_a_count_over_all_ranks_meets_the_mean_of_gradients(monkeypatch):
+    """``num_items_in_batch`` counts the tokens of every rank and DDP averages gradients, so a loss counts once per rank."""
+    trainer = KIT.build()
+    batch = next(iter(trainer.get_train_dataloader()))
+    alone = float(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=20).detach())
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda _: 2))
+    both = float(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=20).detach())
+    assert both == pytest.approx(2 * alone, rel=1e-6)
+    unknown = [float(trainer.compute_loss(trainer.model, dict(batch)).detach())]
+    monkeypatch.undo()
+    assert unknown == [float(trainer.compute_loss(trainer.model, dict(batch)).detach())]
+
+
 def test_a_teacher_from_a_folder(tmp_path):
     tiny_llama(7).save_pretrained(tmp_path / "teacher")
     tiny_tokenizer().save_pretrained(tmp_path / "teacher")

@@ -359,6 +359,12 @@ def test_a_wrong_option_is_refused_by_name(options, error, message):
         config(**options)
 
 
+def test_a_gated_mean_on_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr(EOPDConfig, "world_size", property(lambda _: 2))
+    with pytest.raises(UnsupportedError, match="eopd_normalizer='gated' on 2 processes"):
+        KIT.build({"eopd_normalizer": "gated"})
+
+
 def test_a_wrong_teacher_is_refused_by_name():
     arguments = {"processing_class": tiny_tokenizer(), "args": config()}
     from hfplug.trainers import EOPDTrainer
