@@ -240,3 +240,14 @@ def test_unknown_names_are_refused(setting):
     trainer = setting(importance_sampling_level="token", loss_type="ppo")
     with pytest.raises(ConfigError, match="loss_type='ppo'"):
         trainer._compute_loss(trainer.model, batch())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_evaluation_is_not_divided_by_the_accumulation(trainer, setting, loss_type):
+    """TRL's loss in evaluation, which knows no window."""
+    setting(loss_type=loss_type, current_gradient_accumulation_steps=4)
+    trainer.model.eval()
+    try:
+        assert_same(trainer, batch())
+    finally:
+        trainer.model.train()
