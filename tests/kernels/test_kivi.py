@@ -160,3 +160,27 @@ def test_wrong_options_are_named() -> None:
     with pytest.raises(ConfigError, match="layer 0 of GPT2Config has no rotary embedding"):
         KiviCache(tiny_gpt2().config, group_size=8, pre_rope=True)
     assert KiviCache(tiny_gpt2().config, group_size=8, pre_rope=None).own_layers[0]._rope is None
+
+
+def test_what_does_not_count_has_code_0() -> None:
+    from hfplug.lowbit import quantise
+
+    counted = torch.tensor([True, True, False, True])
+    groups = quantise(torch.tensor([[0.0, 3.0, 99.0, 1.0]]), 2, 1, 4, counted)
+    assert groups.codes.tolist() == [[0, 3, 0, 1]]
+
+
+def test_an_outlier_in_the_sinks_of_a_padded_row_spoils_nothing() -> None:
+    keys, values = _states(32)
+    mask = torch.ones(2, 32, dtype=torch.bool)
+    mask[0, :5] = False
+    found = []
+    for scale in (1, 1000):
+        states = [t.clone() for t in (keys, values)]
+        for t in states:
+            t[0, :, 5:7] *= scale
+        cache = KiviCache(tiny_llama().config, group_size=8, residual=32, sink_tokens=2)
+        cache.padding(mask)
+        cache.own_layers[0].update(*states)
+        found.append(cache.own_layers[0].read())
+    assert all(torch.equal(a[0, :, 7:], b[0, :, 7:]) for a, b in zip(*found, strict=True))

@@ -381,3 +381,19 @@ REFUSED = {
 def test_what_is_wrong_is_named(message):
     with pytest.raises(ConfigError, match=message):
         REFUSED[message]()
+
+
+def test_plain_ocp_has_blocks_of_32_and_the_rule_of_what_it_was() -> None:
+    """Also of what has no factors, where its blocks are smaller; what is plain already stays the object it is."""
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    for fmt in (Format(16, "even", mbs="none"), Format(16, "even", mbs="static"), Format(32, "even", mbs="static")):
+        found = codec.to_ocp(codec.quantize(x, fmt))
+        assert (found.format.block, found.format.scale, found.format.mbs) == (32, "even", "none")
+    plain = codec.quantize(x, Format(32, "ceil", mbs="none"))
+    assert codec.to_ocp(plain) is plain
+
+
+def test_a_position_may_have_no_importance() -> None:
+    x, weight = torch.randn(2, 128, generator=torch.Generator().manual_seed(0)), torch.ones(128)
+    weight[5] = 0.0
+    assert codec.quantize(x, Format(mbs="dynamic"), importance=weight).codes.shape == (2, 64)
