@@ -184,3 +184,20 @@ def test_an_outlier_in_the_sinks_of_a_padded_row_spoils_nothing() -> None:
         cache.own_layers[0].update(*states)
         found.append(cache.own_layers[0].read())
     assert all(torch.equal(a[0, :, 7:], b[0, :, 7:]) for a, b in zip(*found, strict=True))
+
+
+def test_a_block_that_cannot_be_stored_leaves_the_layer_as_it_was() -> None:
+    """Not the first: what was stored before it stays, its exact first tokens included."""
+    keys, values = _states(40)
+    cache = KiviCache(tiny_llama().config, group_size=8, residual=32, sink_tokens=4)
+    mask = torch.ones(2, 64, dtype=torch.bool)
+    mask[0, :30] = False  # the first tokens of this row stand on both sides of the end of the block
+    cache.padding(mask)
+    layer = cache.own_layers[0]
+    layer.update(keys, values)
+    before = {name: t.clone() for name, t in layer.state.items()}
+    with pytest.raises(UnsupportedError, match="float16"):
+        layer.update(keys[:, :, :24] * 1e6, values[:, :, :24])
+    assert layer.length == 40
+    assert layer.state.keys() == before.keys()
+    assert all(torch.equal(t, before[name]) for name, t in layer.state.items())
